@@ -1,0 +1,58 @@
+# Everything runs from .venv, which `make install` creates and every target brings up to date.
+SEED ?= 0
+DEMO_DIR ?= build/tiny
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help install lock protos protos-check lint format types imports unit contract e2e chaos test demo clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: ## Create .venv with the full CPU stack (instant when nothing changed)
+	@scripts/install.sh
+
+lock: install ## Pin requirements/*.in into requirements/*.txt
+	@scripts/lock.sh
+
+protos: install ## Regenerate the contract's code; refuses a breaking change (ACCEPT_BREAKING=1 takes it)
+	@$(PY) -m scripts.protos generate $(if $(ACCEPT_BREAKING),--accept-breaking)
+
+protos-check: install ## Fail when the generated code is stale or the contract was broken
+	@$(PY) -m scripts.protos check
+
+lint: install ## Style
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+
+format: install ## Rewrite to the house style
+	@.venv/bin/ruff check --fix .
+	@.venv/bin/ruff format .
+
+types: install ## Strict type checks
+	@.venv/bin/mypy
+
+imports: install ## The rules of the rooms
+	@.venv/bin/lint-imports
+
+unit: install ## Tests of single parts
+	@$(PYTEST) tests/unit
+
+contract: install protos-check ## Tests of the services' contracts
+	@$(PYTEST) tests/contract
+
+e2e: install ## Whole runs with the real engine and the real Redis
+	@$(PYTEST) tests/e2e
+
+chaos: install ## Runs in which processes are killed
+	@$(PYTEST) tests/chaos
+
+test: lint types imports protos-check ## Everything: style, types, import rules and all tests that need no GPU
+	@$(PYTEST) tests/unit tests/contract tests/e2e
+
+demo: ## Train a small model through every service and show what it learned
+	@SEED=$(SEED) DEMO_DIR=$(DEMO_DIR) scripts/demo.sh
+
+clean: ## Remove what was built (not .venv)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The demo: warm-start a small model, train it with GRPO through every service, show what it learned.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+SEED="${SEED:-0}"
+OUT="${DEMO_DIR:-build/tiny}"
+
+scripts/install.sh
+.venv/bin/python recipes/tiny/prepare.py --out "$OUT" --seed "$SEED"
+.venv/bin/headrace run recipes/tiny/arithmetic-warmup.yaml
+.venv/bin/headrace run recipes/tiny/arithmetic.yaml
+.venv/bin/python scripts/demo_report.py
