@@ -1,0 +1,1 @@
+"""Headrace's light services: no module below imports torch, vLLM or transformers."""
