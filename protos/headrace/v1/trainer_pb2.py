@@ -28,7 +28,7 @@ from protos.headrace.v1 import rollout_pb2 as protos_dot_headrace_dot_v1_dot_rol
 from protos.headrace.v1 import types_pb2 as protos_dot_headrace_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/headrace/v1/trainer.proto\x12\x0bheadrace.v1\x1a\x1fprotos/headrace/v1/buffer.proto\x1a protos/headrace/v1/options.proto\x1a protos/headrace/v1/rollout.proto\x1a\x1eprotos/headrace/v1/types.proto\"\x8e\x01\n\x13TrainerSetupRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x13\n\x0brecipe_json\x18\x03 \x01(\t\x12\x16\n\x0e\x63heckpoint_dir\x18\x04 \x01(\t\x12!\n\x05\x66\x65nce\x18\x05 \x01(\x0b\x32\x12.headrace.v1.Fence\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\x16\n\x14TrainerStatusRequest\"\xdc\x01\n\x0cTrainerState\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x17\n\x0f\x63ompleted_steps\x18\x03 \x01(\r\x12\x17\n\x0foptimizer_steps\x18\x04 \x01(\x04\x12\x0f\n\x07process\x18\x05 \x01(\t\x12\x1f\n\x12\x63heckpointed_steps\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x12\n\nparameters\x18\x08 \x01(\x04\x12\x11\n\tbusy_with\x18\t \x01(\tB\x15\n\x13_checkpointed_steps\"f\n\x0bStepRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12!\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Fence\x12\'\n\x08manifest\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Manifest\"\xb1\x02\n\x0cStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x37\n\x07metrics\x18\x02 \x03(\x0b\x32&.headrace.v1.StepResponse.MetricsEntry\x12\x37\n\x07seconds\x18\x03 \x03(\x0b\x32&.headrace.v1.StepResponse.SecondsEntry\x12\x17\n\x0foptimizer_steps\x18\x04 \x01(\x04\x12\x16\n\x0etrained_tokens\x18\x05 \x01(\x04\x12\x10\n\x08repeated\x18\x06 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xbd\x01\n\x0bSaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12!\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Fence\x12\x16\n\x0erun_state_json\x18\x03 \x01(\t\x12\x36\n\x07metrics\x18\x04 \x03(\x0b\x32%.headrace.v1.SaveRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"F\n\x0cSaveResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x17\n\x0f\x63ompleted_steps\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"*\n\rExportRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x1e\n\x0e\x45xportResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x85\x01\n\x13StageWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x11\n\ttransport\x18\x03 \x01(\t\x12!\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x12.headrace.v1.Fence\"\xda\x01\n\x14StageWeightsResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12%\n\x04plan\x18\x02 \x03(\x0b\x32\x17.headrace.v1.TensorSpec\x12\x11\n\tplan_hash\x18\x03 \x01(\t\x12\x10\n\x08shm_name\x18\x04 \x01(\t\x12(\n\x06\x63hunks\x18\x05 \x03(\x0b\x32\x18.headrace.v1.WeightChunk\x12\x0e\n\x06nbytes\x18\x06 \x01(\x04\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\"7\n\x0bWeightChunk\x12(\n\x06slices\x18\x01 \x03(\x0b\x32\x18.headrace.v1.TensorSlice\"Q\n\x15ReleaseWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\"\x18\n\x16ReleaseWeightsResponse2\x9d\x05\n\x07Trainer\x12N\n\x05Setup\x12 .headrace.v1.TrainerSetupRequest\x1a\x19.headrace.v1.TrainerState\"\x08\x90\x02\x02\x88\xb5\x18\xd8\x04\x12O\n\x06Status\x12!.headrace.v1.TrainerStatusRequest\x1a\x19.headrace.v1.TrainerState\"\x07\x90\x02\x01\x88\xb5\x18\x05\x12\x45\n\x04Step\x12\x18.headrace.v1.StepRequest\x1a\x19.headrace.v1.StepResponse\"\x08\x90\x02\x02\x88\xb5\x18\x90\x1c\x12\x45\n\x04Save\x12\x18.headrace.v1.SaveRequest\x1a\x19.headrace.v1.SaveResponse\"\x08\x90\x02\x02\x88\xb5\x18\x88\x0e\x12K\n\x06\x45xport\x12\x1a.headrace.v1.ExportRequest\x1a\x1b.headrace.v1.ExportResponse\"\x08\x90\x02\x02\x88\xb5\x18\x88\x0e\x12]\n\x0cStageWeights\x12 .headrace.v1.StageWeightsRequest\x1a!.headrace.v1.StageWeightsResponse\"\x08\x90\x02\x02\x88\xb5\x18\xac\x02\x12\x62\n\x0eReleaseWeights\x12\".headrace.v1.ReleaseWeightsRequest\x1a#.headrace.v1.ReleaseWeightsResponse\"\x07\x90\x02\x02\x88\xb5\x18\n\x12S\n\x05Score\x12\x1f.headrace.v1.ScoreTokensRequest\x1a .headrace.v1.ScoreTokensResponse\"\x07\x90\x02\x01\x88\xb5\x18xb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n protos/headrace/v1/trainer.proto\x12\x0bheadrace.v1\x1a\x1fprotos/headrace/v1/buffer.proto\x1a protos/headrace/v1/options.proto\x1a protos/headrace/v1/rollout.proto\x1a\x1eprotos/headrace/v1/types.proto\"\x8e\x01\n\x13TrainerSetupRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x13\n\x0brecipe_json\x18\x03 \x01(\t\x12\x16\n\x0e\x63heckpoint_dir\x18\x04 \x01(\t\x12!\n\x05\x66\x65nce\x18\x05 \x01(\x0b\x32\x12.headrace.v1.Fence\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\x16\n\x14TrainerStatusRequest\"\xf0\x01\n\x0cTrainerState\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x17\n\x0f\x63ompleted_steps\x18\x03 \x01(\r\x12\x17\n\x0foptimizer_steps\x18\x04 \x01(\x04\x12\x0f\n\x07process\x18\x05 \x01(\t\x12\x1f\n\x12\x63heckpointed_steps\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x12\n\nparameters\x18\x08 \x01(\x04\x12\x11\n\tbusy_with\x18\t \x01(\t\x12\x12\n\nvocab_size\x18\n \x01(\rB\x15\n\x13_checkpointed_steps\"f\n\x0bStepRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12!\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Fence\x12\'\n\x08manifest\x18\x03 \x01(\x0b\x32\x15.headrace.v1.Manifest\"\xb1\x02\n\x0cStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x37\n\x07metrics\x18\x02 \x03(\x0b\x32&.headrace.v1.StepResponse.MetricsEntry\x12\x37\n\x07seconds\x18\x03 \x03(\x0b\x32&.headrace.v1.StepResponse.SecondsEntry\x12\x17\n\x0foptimizer_steps\x18\x04 \x01(\x04\x12\x16\n\x0etrained_tokens\x18\x05 \x01(\x04\x12\x10\n\x08repeated\x18\x06 \x01(\x08\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xbd\x01\n\x0bSaveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12!\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x12.headrace.v1.Fence\x12\x16\n\x0erun_state_json\x18\x03 \x01(\t\x12\x36\n\x07metrics\x18\x04 \x03(\x0b\x32%.headrace.v1.SaveRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"F\n\x0cSaveResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x17\n\x0f\x63ompleted_steps\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"*\n\rExportRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x1e\n\x0e\x45xportResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x85\x01\n\x13StageWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12\x11\n\ttransport\x18\x03 \x01(\t\x12!\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32\x12.headrace.v1.Fence\"\xda\x01\n\x14StageWeightsResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\x12%\n\x04plan\x18\x02 \x03(\x0b\x32\x17.headrace.v1.TensorSpec\x12\x11\n\tplan_hash\x18\x03 \x01(\t\x12\x10\n\x08shm_name\x18\x04 \x01(\t\x12(\n\x06\x63hunks\x18\x05 \x03(\x0b\x32\x18.headrace.v1.WeightChunk\x12\x0e\n\x06nbytes\x18\x06 \x01(\x04\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\"7\n\x0bWeightChunk\x12(\n\x06slices\x18\x01 \x03(\x0b\x32\x18.headrace.v1.TensorSlice\"Q\n\x15ReleaseWeightsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.headrace.v1.PolicyVersion\"\x18\n\x16ReleaseWeightsResponse2\x9d\x05\n\x07Trainer\x12N\n\x05Setup\x12 .headrace.v1.TrainerSetupRequest\x1a\x19.headrace.v1.TrainerState\"\x08\x90\x02\x02\x88\xb5\x18\xd8\x04\x12O\n\x06Status\x12!.headrace.v1.TrainerStatusRequest\x1a\x19.headrace.v1.TrainerState\"\x07\x90\x02\x01\x88\xb5\x18\x05\x12\x45\n\x04Step\x12\x18.headrace.v1.StepRequest\x1a\x19.headrace.v1.StepResponse\"\x08\x90\x02\x02\x88\xb5\x18\x90\x1c\x12\x45\n\x04Save\x12\x18.headrace.v1.SaveRequest\x1a\x19.headrace.v1.SaveResponse\"\x08\x90\x02\x02\x88\xb5\x18\x88\x0e\x12K\n\x06\x45xport\x12\x1a.headrace.v1.ExportRequest\x1a\x1b.headrace.v1.ExportResponse\"\x08\x90\x02\x02\x88\xb5\x18\x88\x0e\x12]\n\x0cStageWeights\x12 .headrace.v1.StageWeightsRequest\x1a!.headrace.v1.StageWeightsResponse\"\x08\x90\x02\x02\x88\xb5\x18\xac\x02\x12\x62\n\x0eReleaseWeights\x12\".headrace.v1.ReleaseWeightsRequest\x1a#.headrace.v1.ReleaseWeightsResponse\"\x07\x90\x02\x02\x88\xb5\x18\n\x12S\n\x05Score\x12\x1f.headrace.v1.ScoreTokensRequest\x1a .headrace.v1.ScoreTokensResponse\"\x07\x90\x02\x01\x88\xb5\x18xb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -62,35 +62,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINERSTATUSREQUEST']._serialized_start=327
   _globals['_TRAINERSTATUSREQUEST']._serialized_end=349
   _globals['_TRAINERSTATE']._serialized_start=352
-  _globals['_TRAINERSTATE']._serialized_end=572
-  _globals['_STEPREQUEST']._serialized_start=574
-  _globals['_STEPREQUEST']._serialized_end=676
-  _globals['_STEPRESPONSE']._serialized_start=679
-  _globals['_STEPRESPONSE']._serialized_end=984
-  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_start=890
-  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_end=936
-  _globals['_STEPRESPONSE_SECONDSENTRY']._serialized_start=938
-  _globals['_STEPRESPONSE_SECONDSENTRY']._serialized_end=984
-  _globals['_SAVEREQUEST']._serialized_start=987
-  _globals['_SAVEREQUEST']._serialized_end=1176
-  _globals['_SAVEREQUEST_METRICSENTRY']._serialized_start=890
-  _globals['_SAVEREQUEST_METRICSENTRY']._serialized_end=936
-  _globals['_SAVERESPONSE']._serialized_start=1178
-  _globals['_SAVERESPONSE']._serialized_end=1248
-  _globals['_EXPORTREQUEST']._serialized_start=1250
-  _globals['_EXPORTREQUEST']._serialized_end=1292
-  _globals['_EXPORTRESPONSE']._serialized_start=1294
-  _globals['_EXPORTRESPONSE']._serialized_end=1324
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1327
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1460
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1463
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=1681
-  _globals['_WEIGHTCHUNK']._serialized_start=1683
-  _globals['_WEIGHTCHUNK']._serialized_end=1738
-  _globals['_RELEASEWEIGHTSREQUEST']._serialized_start=1740
-  _globals['_RELEASEWEIGHTSREQUEST']._serialized_end=1821
-  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_start=1823
-  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_end=1847
-  _globals['_TRAINER']._serialized_start=1850
-  _globals['_TRAINER']._serialized_end=2519
+  _globals['_TRAINERSTATE']._serialized_end=592
+  _globals['_STEPREQUEST']._serialized_start=594
+  _globals['_STEPREQUEST']._serialized_end=696
+  _globals['_STEPRESPONSE']._serialized_start=699
+  _globals['_STEPRESPONSE']._serialized_end=1004
+  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_start=910
+  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_end=956
+  _globals['_STEPRESPONSE_SECONDSENTRY']._serialized_start=958
+  _globals['_STEPRESPONSE_SECONDSENTRY']._serialized_end=1004
+  _globals['_SAVEREQUEST']._serialized_start=1007
+  _globals['_SAVEREQUEST']._serialized_end=1196
+  _globals['_SAVEREQUEST_METRICSENTRY']._serialized_start=910
+  _globals['_SAVEREQUEST_METRICSENTRY']._serialized_end=956
+  _globals['_SAVERESPONSE']._serialized_start=1198
+  _globals['_SAVERESPONSE']._serialized_end=1268
+  _globals['_EXPORTREQUEST']._serialized_start=1270
+  _globals['_EXPORTREQUEST']._serialized_end=1312
+  _globals['_EXPORTRESPONSE']._serialized_start=1314
+  _globals['_EXPORTRESPONSE']._serialized_end=1344
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1347
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1480
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1483
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=1701
+  _globals['_WEIGHTCHUNK']._serialized_start=1703
+  _globals['_WEIGHTCHUNK']._serialized_end=1758
+  _globals['_RELEASEWEIGHTSREQUEST']._serialized_start=1760
+  _globals['_RELEASEWEIGHTSREQUEST']._serialized_end=1841
+  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_start=1843
+  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_end=1867
+  _globals['_TRAINER']._serialized_start=1870
+  _globals['_TRAINER']._serialized_end=2539
 # @@protoc_insertion_point(module_scope)

@@ -88,6 +88,7 @@ class TrainerState(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     BUSY_WITH_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     ready: _builtins.bool
     completed_steps: _builtins.int
@@ -100,6 +101,8 @@ class TrainerState(_message.Message):
     device: _builtins.str
     parameters: _builtins.int
     busy_with: _builtins.str
+    vocab_size: _builtins.int
+    """Ids that the model knows: 0 .. vocab_size - 1."""
     def __init__(
         self,
         *,
@@ -112,10 +115,11 @@ class TrainerState(_message.Message):
         device: _builtins.str = ...,
         parameters: _builtins.int = ...,
         busy_with: _builtins.str = ...,
+        vocab_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpointed_steps", b"_checkpointed_steps", "checkpointed_steps", b"checkpointed_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpointed_steps", b"_checkpointed_steps", "busy_with", b"busy_with", "checkpointed_steps", b"checkpointed_steps", "completed_steps", b"completed_steps", "device", b"device", "optimizer_steps", b"optimizer_steps", "parameters", b"parameters", "process", b"process", "ready", b"ready", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpointed_steps", b"_checkpointed_steps", "busy_with", b"busy_with", "checkpointed_steps", b"checkpointed_steps", "completed_steps", b"completed_steps", "device", b"device", "optimizer_steps", b"optimizer_steps", "parameters", b"parameters", "process", b"process", "ready", b"ready", "run", b"run", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpointed_steps: _TypeAlias = _typing.Literal["checkpointed_steps"]  # noqa: Y015
     _WhichOneofArgType__checkpointed_steps: _TypeAlias = _typing.Literal["_checkpointed_steps", b"_checkpointed_steps"]  # noqa: Y015
