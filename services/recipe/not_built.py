@@ -1,0 +1,118 @@
+"""Keys that a recipe may carry and Headrace does not carry out yet: one table.
+
+A recipe with such a key loads, ``headrace plan`` lists it, ``headrace run`` refuses it. Ignoring it would
+train something else than the recipe says.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from services.recipe.errors import BadKeyError
+from services.recipe.root import Recipe
+
+
+class NotBuilt(NamedTuple):
+    """A key whose value asks for a feature that does not exist yet."""
+
+    key: str
+    value: Any
+    off: tuple[Any, ...]
+
+
+# key -> values that ask for nothing
+_OFF: dict[str, tuple[Any, ...]] = {
+    "grpo.use_dynamic_sampling": (False,),
+    "grpo.batch_multiplier": (1.0,),
+    "grpo.async_grpo.enabled": (False,),
+    "grpo.reward_scaling.enabled": (False,),
+    "grpo.reward_shaping.enabled": (False,),
+    "grpo.max_rollout_turns": (1,),
+    "grpo.adv_estimator.name": ("grpo",),
+    "grpo.seq_logprob_error_threshold": (None,),
+    "grpo.invalid_tool_call_advantage": (None,),
+    "grpo.malformed_thinking_advantage": (None,),
+    "grpo.stop_at_validation_metric": (None,),
+    "grpo.deduplicate_multimodal_data": (False,),
+    "grpo.calculate_advantages_on_gpu": (False,),
+    "loss_fn.reference_policy_kl_penalty": (0.0,),
+    "loss_fn.sequence_level_importance_ratios": (False,),
+    "loss_fn.use_kl_in_reward": (False,),
+    "loss_fn.use_cispo": (False,),
+    "loss_fn.disable_ppo_ratio": (False,),
+    "loss_fn.positive_example_nll_weight": (0.0,),
+    "policy.megatron_cfg.enabled": (False,),
+    "policy.dynamic_batching.enabled": (False,),
+    "policy.sequence_packing.enabled": (False,),
+    "policy.offload_optimizer_for_logprob": (False,),
+    "policy.is_vlm": (False,),
+    "policy.draft": ({},),
+    "policy.router_replay": ({},),
+    "policy.automodel_cfg.cpu_offload": (False,),
+    "policy.automodel_cfg.sequence_parallel": (False,),
+    "policy.automodel_cfg.activation_checkpointing": (False,),
+    "policy.automodel_cfg.tensor_parallel_size": (1,),
+    "policy.automodel_cfg.context_parallel_size": (1,),
+    "policy.automodel_cfg.expert_parallel_size": (1,),
+    "policy.automodel_cfg.custom_parallel_plan": (None,),
+    "policy.automodel_cfg.automodel_kwargs": ({},),
+    "policy.automodel_cfg.lora_cfg": ({},),
+    "policy.automodel_cfg.env_vars": ({},),
+    "policy.generation.refit_transport": (None, "shm"),
+    "policy.generation.vllm_cfg.expose_http_server": (False,),
+    "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False,),
+    "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update": (False,),
+    "data.use_multiple_dataloader": (False,),
+    "data.default": ({},),
+    "env.should_use_nemo_gym": (False,),
+    "env.should_mask_flagged_samples": (False,),
+    "env.nemo_gym.config_paths": ([],),
+    "logger.wandb_enabled": (False,),
+    "logger.tensorboard_enabled": (False,),
+    "logger.mlflow_enabled": (False,),
+    "logger.swanlab_enabled": (False,),
+    "logger.monitor_gpus": (False,),
+    "checkpointing.ft_save_period": (None,),
+    "checkpointing.model_save_format": ("safetensors",),
+    "cluster.num_nodes": (1,),
+    "on_policy_distillation": ({}, {"enabled": False}),
+    "reward_penalties": ({},),
+    "data_plane": ({},),
+    "stack.transport": ("shm",),
+    "stack.on_restore": ("replay",),
+    "stack.trainer_processes": (1,),
+    "stack.replicas.buffer": (1,),
+    "stack.replicas.gym": (1,),
+    "stack.replicas.reward": (1,),
+}  # fmt: skip
+
+
+def not_built(recipe: Recipe) -> list[NotBuilt]:
+    """The keys of ``recipe`` that ask for what is not built yet."""
+    found = []
+    for key, off in _OFF.items():
+        value = _value(recipe, key)
+        if value not in off and not _all_off(value):
+            found.append(NotBuilt(key, value, off))
+    return found
+
+
+def refuse_not_built(recipe: Recipe) -> None:
+    """Raise :class:`BadKeyError` for the first such key."""
+    for key, value, off in not_built(recipe):
+        raise BadKeyError(key, f"{value!r} is not built yet", do=f"Set it to {json.dumps(off[0])}.")
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _all_off(value: Any) -> bool:
+    """A table of switches in which none is on, or one whose ``enabled`` is off."""
+    if not isinstance(value, dict):
+        return False
+    return value.get("enabled") is False or all(item is False for item in value.values())
