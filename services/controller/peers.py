@@ -1,0 +1,160 @@
+"""The other services as the controller sees them.
+
+Invariants: ``Setup`` is idempotent everywhere, so bringing a restarted service back is the same call as the
+first one; a service that cannot be reached is left for the next round, never treated as set up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from protos.headrace.v1 import (
+    buffer_pb2, buffer_pb2_grpc, gym_pb2, gym_pb2_grpc, refit_pb2, refit_pb2_grpc, reward_pb2,
+    reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2,
+)  # fmt: skip
+from services.controller.settings import ControllerSettings
+from services.recipe import Recipe
+from services.runtime import rpc
+from services.runtime.errors import HeadraceError
+from services.runtime.logs import get_logger
+
+log = get_logger("controller")
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What every call of a run needs."""
+
+    run: str
+    recipe: Recipe
+    recipe_json: str
+    epoch: int
+    checkpoint_dir: str
+
+    def fence(self, step: int) -> types_pb2.Fence:
+        return types_pb2.Fence(epoch=self.epoch, step=step)
+
+    @property
+    def supervised(self) -> bool:
+        return self.recipe.kind == "sft"
+
+    @property
+    def seed(self) -> int:
+        return self.recipe.seed
+
+    @property
+    def window(self) -> int:
+        """W: how many steps dispatch may run ahead of the committed version."""
+        return self.recipe.stack.prefetch_steps if self.supervised else 0
+
+
+class Peers:
+    """Typed stubs, and the one Setup that brings every service to a run."""
+
+    def __init__(self, settings: ControllerSettings) -> None:
+        self.buffer: buffer_pb2_grpc.BufferAsyncStub = rpc.stub(
+            buffer_pb2_grpc.BufferStub, settings.buffer, name="buffer"
+        )
+        self.gyms: list[gym_pb2_grpc.GymAsyncStub] = [
+            rpc.stub(gym_pb2_grpc.GymStub, address, name="gym") for address in settings.gym.split(",")
+        ]
+        self.rewards: list[reward_pb2_grpc.RewardsAsyncStub] = [
+            rpc.stub(reward_pb2_grpc.RewardsStub, address, name="reward")
+            for address in settings.reward.split(",")
+        ]
+        self.rollout: rollout_pb2_grpc.RolloutAsyncStub = rpc.stub(
+            rollout_pb2_grpc.RolloutStub, settings.rollout, name="rollout"
+        )
+        self.trainer: trainer_pb2_grpc.TrainerAsyncStub = rpc.stub(
+            trainer_pb2_grpc.TrainerStub, settings.trainer, name="trainer"
+        )
+        self.refit: refit_pb2_grpc.RefitAsyncStub = rpc.stub(
+            refit_pb2_grpc.RefitStub, settings.refit, name="refit"
+        )
+
+    async def setup_light(self, ctx: RunContext, timeout: float) -> list[str]:
+        """Set up everything but trainer and bridge; returns what could not be reached, in words."""
+        calls: dict[str, Awaitable[Any]] = {
+            "buffer": self.buffer.Setup(buffer_setup(ctx), timeout=timeout),
+            "rollout": self.rollout.Setup(rollout_setup(ctx), timeout=timeout),
+        }
+        env = json.dumps(ctx.recipe.env.model_dump(mode="json"))
+        for i, reward in enumerate(self.rewards):
+            request = reward_pb2.RewardSetupRequest(run=ctx.run, env_json=env)
+            calls[f"reward {i}"] = reward.Setup(request, timeout=timeout)
+        for i, gym in enumerate(self.gyms):
+            ask = gym_pb2.GymSetupRequest(run=ctx.run, env_json=env, seed=ctx.seed)
+            calls[f"gym {i}"] = gym.Setup(ask, timeout=timeout)
+        answers = await asyncio.gather(*calls.values(), return_exceptions=True)
+        failed = []
+        for name, answer in zip(calls, answers, strict=True):
+            if isinstance(answer, HeadraceError):
+                failed.append(f"{name}: {answer}")
+            elif isinstance(answer, BaseException):
+                raise answer
+        return failed
+
+    async def setup_trainer(self, ctx: RunContext, timeout: float) -> trainer_pb2.TrainerState:
+        """Load the model and the newest complete checkpoint; returns where the trainer is."""
+        request = trainer_pb2.TrainerSetupRequest(
+            run=ctx.run, kind=ctx.recipe.kind, recipe_json=ctx.recipe_json,
+            checkpoint_dir=ctx.checkpoint_dir, fence=ctx.fence(0), seed=ctx.seed,
+        )  # fmt: skip
+        return await self.trainer.Setup(request, timeout=timeout)
+
+    async def setup_refit(self, ctx: RunContext, vocab_size: int, timeout: float) -> None:
+        """Tell the bridge the run's probe and quorum; needs the trainer's vocabulary."""
+        await self.refit.Setup(refit_setup(ctx, vocab_size), timeout=timeout)
+
+    async def release(self, run: str) -> None:
+        """Stop the gym workers claiming samples of a run that has ended."""
+        for gym in self.gyms:
+            try:
+                await gym.Release(gym_pb2.GymReleaseRequest(run=run), timeout=15)
+            except HeadraceError as exc:
+                log.warning("gym release failed", error=str(exc))
+
+
+def buffer_setup(ctx: RunContext) -> buffer_pb2.BufferSetupRequest:
+    """Budgets and admission rules of a run."""
+    stack = ctx.recipe.stack
+    return buffer_pb2.BufferSetupRequest(
+        run=ctx.run,
+        infrastructure_attempts=stack.infrastructure_attempts,
+        data_attempts=stack.data_attempts,
+        claim_timeout_s=stack.claim_timeout_s,
+        drop_zero_variance=ctx.recipe.grpo.use_dynamic_sampling,
+        minimum_siblings=stack.minimum_siblings,
+        max_age=None if ctx.supervised else ctx.window,
+    )
+
+
+def rollout_setup(ctx: RunContext) -> rollout_pb2.RolloutSetupRequest:
+    policy = json.dumps(ctx.recipe.policy.model_dump(mode="json"))
+    return rollout_pb2.RolloutSetupRequest(run=ctx.run, policy_json=policy, seed=ctx.seed)
+
+
+def refit_setup(ctx: RunContext, vocab_size: int) -> refit_pb2.RefitSetupRequest:
+    """Probe and quorum of a run; the probe's ids are fixed so that every version answers the same question."""
+    stack, generation = ctx.recipe.stack, ctx.recipe.policy.generation
+    return refit_pb2.RefitSetupRequest(
+        run=ctx.run,
+        transport=stack.transport,
+        min_engines=stack.min_engines,
+        probe_sequences=probe_sequences(vocab_size, stack.probe_sequences, stack.probe_tokens),
+        probe_tolerance=stack.probe_tolerance,
+        probe_temperature=generation.temperature,
+        fence=ctx.fence(0),
+    )
+
+
+def probe_sequences(vocab_size: int, count: int, tokens: int) -> list[bytes]:
+    """The probe: int32 ids drawn once and for all from the vocabulary."""
+    rng = np.random.default_rng(20)
+    return [rng.integers(0, vocab_size, tokens, dtype=np.int32).tobytes() for _ in range(count)]

@@ -1,0 +1,152 @@
+"""The object that ``headrace runs show --json`` prints.
+
+Invariants: built from the store alone, so that it is the same for a live run, after a crash and after the end;
+``timing`` phases and ``idle`` add up to ``total``; a value that nobody measured is absent, never zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from protos.headrace.v1 import runs_pb2
+from services.buffer.audit import audit_store
+from services.controller.store import RunStore, status_name
+from services.controller.timing import total
+from services.runtime import redis
+from services.runtime.home import Home, RunPaths, write_atomic
+
+TRAIN_BOOK = "train"
+
+
+def summary_path(paths: RunPaths) -> Any:
+    """Where the summary of an ended run lies."""
+    return paths.root / "summary.json"
+
+
+async def build(store: RunStore, client: Any, run: str) -> dict[str, Any]:
+    """The summary as the store has it now."""
+    fields = await store.fields(run)
+    steps = await store.steps(run)
+    validations = list((await store.validations(run)).values())
+    journal = await store.journal(run)
+    extra = await store.extra_seconds(run)
+    message = await store.get(run)
+    timing = total([record["seconds"] for record in steps.values()] + [extra])
+    return {
+        "run_id": run,
+        "name": message.name,
+        "kind": message.kind,
+        "status": await status_view(store, message),
+        "error": message.error,
+        "steps": message.completed_steps,
+        "max_steps": message.max_steps,
+        "validation": validation_view(validations),
+        "metrics": metric_means(list(steps.values())),
+        "metrics_last": steps[max(steps)]["metrics"] if steps else {},
+        "engine": json.loads(fields.get("engine", "{}")),
+        "ledger": ledger_view(await audit_store(client, run)),
+        "timing": {k: round(v, 3) for k, v in timing.items()},
+        "throughput": throughput(list(steps.values()), timing),
+        "incarnation": int(journal.get("incarnation", "0")),
+        "created_ns": message.created_ns,
+        "ended_ns": message.ended_ns,
+    }
+
+
+async def status_view(store: RunStore, message: runs_pb2.Run) -> str:
+    """The run's status; "interrupted" when it should run and no controller has it."""
+    active = message.status in (runs_pb2.RUN_STATUS_RUNNING, runs_pb2.RUN_STATUS_STARTING)
+    if active and not await store.leased(message.run):
+        return "interrupted"
+    return status_name(message.status)
+
+
+def validation_view(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Initial, final and best pass, and all of them."""
+    if not records:
+        return {}
+    return {
+        "initial": records[0],
+        "final": records[-1],
+        "best": max(records, key=lambda r: float(r["accuracy"])),
+        "history": [{"step": r["step"], "accuracy": r["accuracy"]} for r in records],
+    }
+
+
+def metric_means(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean of each metric over the steps that have it; extrema over their own kind."""
+    values: dict[str, list[float]] = {}
+    for record in steps:
+        for name, value in record["metrics"].items():
+            values.setdefault(name, []).append(float(value))
+    return {name: _fold(name, found) for name, found in sorted(values.items())}
+
+
+def _fold(name: str, values: list[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    return sum(values) / len(values)
+
+
+def ledger_view(audit: runs_pb2.AuditResponse) -> dict[str, Any]:
+    """The training book in groups, and the same in samples."""
+    for book in audit.books:
+        if book.book == TRAIN_BOOK:
+            return {**_counts(book.groups), "samples": _counts(book.samples), "balanced": audit.balanced}
+    return {"dispatched": 0, "trained": 0, "dropped": {}, "open": 0, "balanced": audit.balanced}
+
+
+def _counts(counts: Any) -> dict[str, Any]:
+    return {
+        "dispatched": int(counts.dispatched),
+        "trained": int(counts.trained),
+        "dropped": {k: int(v) for k, v in counts.dropped.items()},
+        "open": int(counts.open),
+    }
+
+
+def throughput(steps: list[dict[str, Any]], timing: dict[str, float]) -> dict[str, float]:
+    """Tokens and steps per second."""
+    if not steps or timing["total"] <= 0:
+        return {}
+    tokens = sum(float(r["metrics"].get("total_num_tokens", 0)) for r in steps)
+    out = {
+        "steps_per_hour": 3600 * len(steps) / timing["total"],
+        "tokens_per_s": tokens / timing["total"],
+    }
+    if timing["generation"] > 0:
+        out["generation_tokens_per_s"] = tokens / timing["generation"]
+    return out
+
+
+async def write(store: RunStore, client: Any, paths: RunPaths) -> dict[str, Any]:
+    """Build the summary and keep it on disk."""
+    summary = await build(store, client, paths.run_id)
+    write_atomic(summary_path(paths), json.dumps(summary, indent=1))
+    return summary
+
+
+def load(home: Home, run: str) -> dict[str, Any]:
+    """The summary of ``run`` without a controller: from the store, else as it was sealed.
+
+    The store comes second for a run that has ended: then the file is whole and needs no Redis.
+    """
+    path = summary_path(home.run(run))
+    if path.is_file():
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["status"] in ("completed", "cancelled", "failed"):
+            return found
+    return asyncio.run(_load_from_store(home, run))
+
+
+async def _load_from_store(home: Home, run: str) -> dict[str, Any]:
+    with redis.acquire(home.root) as handle:
+        client = redis.connect(handle.url)
+        try:
+            return await build(RunStore(client), client, run)
+        finally:
+            await client.aclose()
