@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -38,9 +38,12 @@ class _Call:
         seconds = method_policy(self._method).deadline if timeout is None else timeout
         return time.monotonic() + seconds
 
-    def _error(self, exc: grpc.aio.AioRpcError) -> HeadraceError:
+    def _error(self, exc: grpc.aio.AioRpcError, retries: int = 0) -> HeadraceError:
         where = f"{self._target.name} at {self._target.address}, {self._method.rpartition('/')[2]}"
-        return from_rpc_error(exc, where=where)
+        error = from_rpc_error(exc, where=where)
+        if retries:
+            error.details["retries"] = str(retries)
+        return error
 
     async def _may_retry(self, exc: grpc.aio.AioRpcError, attempt: int, deadline: float) -> bool:
         """Wait before the next attempt; False when there must be none."""
@@ -70,6 +73,7 @@ class UnaryUnary(_Call):
     async def __call__(
         self, request: Any, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any
     ) -> Any:
+        """Call; raises an error of the tree."""
         deadline = self._deadline(timeout)
         sent = call_metadata(metadata)
         attempt = 0
@@ -79,7 +83,7 @@ class UnaryUnary(_Call):
                 return await self._inner(request, timeout=left, metadata=sent, **kwargs)
             except grpc.aio.AioRpcError as exc:
                 if not await self._may_retry(exc, attempt, deadline):
-                    raise self._error(exc) from exc
+                    raise self._error(exc, attempt) from exc
             attempt += 1
 
 
@@ -89,6 +93,7 @@ class StreamUnary(_Call):
     async def __call__(
         self, requests: Any, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any
     ) -> Any:
+        """Call; raises an error of the tree."""
         left = self._deadline(timeout) - time.monotonic()
         try:
             return await self._inner(requests, timeout=left, metadata=call_metadata(metadata), **kwargs)
@@ -114,7 +119,7 @@ class ResponseStream:
         if self.call is not None:
             self.call.cancel()
 
-    async def __aenter__(self) -> ResponseStream:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -127,6 +132,7 @@ class UnaryStream(_Call):
     def __call__(
         self, request: Any, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any
     ) -> ResponseStream:
+        """Start the call; iterating raises errors of the tree."""
         deadline = self._deadline(timeout)
         sent = call_metadata(metadata)
 
@@ -143,9 +149,12 @@ class UnaryStream(_Call):
                         seen = True
                         yield message
                     return
+                except GeneratorExit:
+                    stream.cancel()
+                    raise
                 except grpc.aio.AioRpcError as exc:
                     if seen or not await self._may_retry(exc, attempt, deadline):
-                        raise self._error(exc) from exc
+                        raise self._error(exc, attempt) from exc
                 attempt += 1
 
         stream = ResponseStream(messages())
@@ -158,6 +167,7 @@ class StreamStream(_Call):
     def __call__(
         self, requests: Any, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any
     ) -> ResponseStream:
+        """Start the call; iterating raises errors of the tree."""
         left = self._deadline(timeout) - time.monotonic()
         call = self._inner(requests, timeout=left, metadata=call_metadata(metadata), **kwargs)
 

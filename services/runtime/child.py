@@ -78,10 +78,12 @@ class Child:
 
     @property
     def running(self) -> bool:
+        """Whether there is a process that has not been reaped."""
         return self._process is not None
 
     @property
     def where(self) -> str:
+        """The log file, for errors."""
         return str(self.spec.log_file)
 
     def status(self) -> ProcessStatus:

@@ -6,6 +6,7 @@ Invariants
 - What travels is bounded (``MAX_TEXT`` per field), so that an error never exceeds the metadata limit.
 """
 
+# ruff: noqa: N818 (the names say what happened; "Error" would only repeat the base)
 from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple
@@ -166,7 +167,7 @@ class WireStatus(NamedTuple):
 def to_status(exc: HeadraceError) -> WireStatus:
     """The gRPC status of ``exc``: its text, and a ``google.rpc.ErrorInfo`` with where, do and details."""
     from google.protobuf import any_pb2
-    from google.rpc import error_details_pb2, status_pb2
+    from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
     from grpc_status import rpc_status
 
     fields = {_CLASS_KEY: type(exc).__name__, "message": exc.message, "where": exc.where, "do": exc.do}
@@ -204,7 +205,8 @@ def _bounded(text: str) -> str:
 def _error_info(exc: grpc.aio.AioRpcError) -> Any:
     from google.rpc import error_details_pb2, status_pb2
 
-    for key, value in exc.trailing_metadata() or ():
+    metadata: Any = exc.trailing_metadata() or ()
+    for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
         for detail in status_pb2.Status.FromString(value).details:

@@ -32,26 +32,32 @@ class RunPaths:
 
     @property
     def run_id(self) -> str:
+        """Name of the run."""
         return self.root.name
 
     @property
     def recipe(self) -> Path:
+        """The resolved recipe."""
         return self.root / "recipe.yaml"
 
     @property
     def traces(self) -> Path:
+        """Span files."""
         return self.root / "traces"
 
     @property
     def logs(self) -> Path:
+        """One log per process."""
         return self.root / "logs"
 
     @property
     def checkpoints(self) -> Path:
+        """Checkpoints, one folder each."""
         return self.root / "checkpoints"
 
     @property
     def ledger(self) -> Path:
+        """The sealed ledger."""
         return self.root / "ledger.jsonl"
 
     def create(self) -> RunPaths:
@@ -69,18 +75,22 @@ class Home:
 
     @property
     def runs(self) -> Path:
+        """One folder per run."""
         return self.root / "runs"
 
     @property
     def redis(self) -> Path:
+        """The embedded Redis: data, locks, log."""
         return self.root / "redis"
 
     @property
     def locks(self) -> Path:
+        """Locks between processes."""
         return self.root / "locks"
 
     @property
     def traces(self) -> Path:
+        """Spans that belong to no run."""
         return self.root / "traces"
 
     def run(self, run_id: str) -> RunPaths:
@@ -122,7 +132,7 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar, Token
 from types import TracebackType
+from typing import Self
 
 KEYS: tuple[str, ...] = ("run", "group", "sample")
 METADATA_PREFIX = "headrace-"
@@ -23,7 +24,7 @@ class BoundIds:
     def __init__(self, token: Token[Mapping[str, str]]) -> None:
         self._token = token
 
-    def __enter__(self) -> BoundIds:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

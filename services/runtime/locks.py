@@ -10,6 +10,7 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from typing import Self
 
 from services.runtime.errors import TimedOut
 
@@ -35,12 +36,12 @@ class FileLock:
             raise
         return True
 
-    def lock(self, timeout: float, *, shared: bool = False) -> FileLock:
+    def lock(self, timeout: float, *, shared: bool = False) -> Self:
         """Take the lock within ``timeout`` seconds; raises TimedOut."""
         end = time.monotonic() + timeout
         while not self.try_lock(shared=shared):
             if time.monotonic() > end:
-                raise TimedOut(f"Another process holds the lock for more than {timeout:g} s", where=str(self.path))
+                raise TimedOut(f"The lock was not free within {timeout:g} s", where=str(self.path))
             time.sleep(POLL_SECONDS)
         return self
 
@@ -54,7 +55,7 @@ class FileLock:
             os.close(self._handle)
             self._handle = -1
 
-    def __enter__(self) -> FileLock:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -46,7 +46,7 @@ def configure(service: str, *, level: str = "info", file: Path | None = None) ->
 
 def get_logger(name: str = "") -> Any:
     """A structlog logger: ``log.info("event", key=value)``."""
-    return structlog.get_logger(logger=name) if name else structlog.get_logger()
+    return structlog.get_logger(source=name) if name else structlog.get_logger()
 
 
 def _open(file: Path | None) -> TextIO:
@@ -70,5 +70,4 @@ def _route_stdlib(stream: TextIO, level: int, shared: list[Any], render: Any) ->
 
 
 def _dumps(event: Any, **kwargs: Any) -> str:
-    kwargs.setdefault("default", str)
-    return json.dumps(event, **kwargs)
+    return json.dumps(event, **{**kwargs, "default": str})  # a log call must not fail over a value's type

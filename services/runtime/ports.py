@@ -1,6 +1,7 @@
 """A port that a service keeps across its restarts.
 
-Invariant: the reservation is a bound socket that never listens, with SO_REUSEPORT, held by the supervisor.
+Invariant: the reservation is a bound socket that never listens, with SO_REUSEPORT but (where possible)
+without SO_REUSEADDR, which would let anybody bind beside a socket that does not listen.
 The service binds the same port with SO_REUSEPORT and listens; the kernel hands connections only to
 listeners, and no stranger (another user, or a socket without SO_REUSEPORT) can take the port meanwhile.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import Self
 
 from services.runtime.errors import InvalidInput
 
@@ -24,24 +26,29 @@ class ReservedPort:
     @classmethod
     def free(cls, host: str = "127.0.0.1") -> ReservedPort:
         """Reserve a port that the kernel chooses."""
-        return cls(_bind(host, 0))
+        return cls(_bind(host, 0, socket.SO_REUSEPORT))
 
     @classmethod
     def explicit(cls, host: str, port: int) -> ReservedPort:
         """Reserve ``port``; raises InvalidInput when something listens on it already."""
         # A probe without SO_REUSEPORT first: with it, binding beside another Headrace would succeed.
-        _bind(host, port, reuse=False).close()
-        return cls(_bind(host, port))
+        _bind(host, port, socket.SO_REUSEADDR).close()
+        try:
+            return cls(_bind(host, port, socket.SO_REUSEPORT))
+        except InvalidInput:
+            # Only connections of a former server that linger in TIME_WAIT are in the way.
+            return cls(_bind(host, port, socket.SO_REUSEADDR, socket.SO_REUSEPORT))
 
     @property
     def address(self) -> str:
+        """HOST:PORT."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def close(self) -> None:
         """Give the port up; idempotent."""
         self._socket.close()
 
-    def __enter__(self) -> ReservedPort:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,14 +65,12 @@ def port_in_use(host: str, port: int) -> InvalidInput:
     )
 
 
-def _bind(host: str, port: int, *, reuse: bool = True) -> socket.socket:
+def _bind(host: str, port: int, *options: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # SO_REUSEADDR so that connections in TIME_WAIT do not count as "in use".
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for option in options:
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
         bound.bind((host, port))
     except OSError as exc:
         bound.close()

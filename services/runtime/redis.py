@@ -9,12 +9,13 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import redis as redis_py
 import redis.asyncio as redis_async
@@ -51,12 +52,18 @@ class RedisHandle:
         if self._embedded is not None:
             self._embedded.ensure()
 
+    async def guard(self, every: float = 1.0) -> None:
+        """Call :meth:`ensure` again and again, off the event loop; run it as a task."""
+        while True:
+            await asyncio.to_thread(self.ensure)
+            await asyncio.sleep(every)
+
     def close(self) -> None:
         """Stop using it; idempotent."""
         if self._embedded is not None:
             self._embedded.close()
 
-    def __enter__(self) -> RedisHandle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,15 +83,19 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
+        """URL for :func:`connect`."""
         return f"unix://{self.socket}"
 
     def ensure(self) -> None:
         """Start the keeper unless it is there, and wait until Redis answers; raises NotReady."""
+        if ping(self.url, 0.5):
+            return
         end = time.monotonic() + START_SECONDS
+        log = self._folder / "keeper.log"
         with FileLock(self._folder / "start.lock").lock(START_SECONDS):
             while not ping(self.url, 0.5):
                 if time.monotonic() > end:
-                    raise NotReady("The embedded Redis does not answer", where=str(self._folder / "keeper.log"))
+                    raise NotReady("The embedded Redis does not answer", where=str(log))
                 if self._keeper_absent():
                     self._start_keeper()
                 time.sleep(0.02)

@@ -32,12 +32,20 @@ MAXMEMORY = "1gb"
 
 
 def server_argv(program: Path, folder: Path, socket: Path) -> list[str]:
-    """Command line of the embedded server: unix socket only, append-only file, bounded, nothing evicted."""
+    """Command line of the embedded server: unix socket only, append-only, bounded, never evicting."""
     options = {
-        "port": "0", "unixsocket": str(socket), "unixsocketperm": "700", "dir": str(folder), "daemonize": "no",
-        "appendonly": "yes", "appendfsync": "everysec", "save": "", "maxmemory": MAXMEMORY,
-        "maxmemory-policy": "noeviction", "databases": "1", "loglevel": "notice",
-    }  # fmt: skip
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "daemonize": "no",
+        "databases": "1",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory": MAXMEMORY,
+        "maxmemory-policy": "noeviction",
+    }
     return [str(program), *(part for key, value in options.items() for part in (f"--{key}", value))]
 
 

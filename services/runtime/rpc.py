@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
 
-from services.runtime.calls import (
-    StreamStream, StreamUnary, Target, UnaryStream, UnaryUnary,
-)  # fmt: skip
+from services.runtime.calls import StreamStream, StreamUnary, Target, UnaryStream, UnaryUnary
 from services.runtime.retry import RetryBudget
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -61,30 +59,37 @@ class HeadraceChannel(grpc.aio.Channel):
         await self._inner.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Connectivity now."""
         return self._inner.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Return once the connectivity differs."""
         await self._inner.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
+        """Return once connected; the caller bounds it."""
         await self._inner.channel_ready()
 
-    async def __aenter__(self) -> HeadraceChannel:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """For generated stubs."""
         return UnaryUnary(self._target, method, self._inner.unary_unary(method, *args, **kwargs))
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """For generated stubs."""
         return UnaryStream(self._target, method, self._inner.unary_stream(method, *args, **kwargs))
 
     def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """For generated stubs."""
         return StreamUnary(self._target, method, self._inner.stream_unary(method, *args, **kwargs))
 
     def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """For generated stubs."""
         return StreamStream(self._target, method, self._inner.stream_stream(method, *args, **kwargs))
 
 
@@ -93,7 +98,7 @@ def connect(address: str, *, name: str) -> HeadraceChannel:
     return HeadraceChannel(address, name)
 
 
-def stub(cls: Callable[[Any], Stub], address: str, *, name: str) -> Stub:
+def stub(cls: Callable[[grpc.aio.Channel], Stub], address: str, *, name: str) -> Stub:
     """A stub of ``cls`` over this event loop's shared channel to ``address``."""
     channels = _channels.setdefault(asyncio.get_running_loop(), {})
     if address not in channels:

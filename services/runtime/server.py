@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from services.runtime.errors import HeadraceError
 from services.runtime.home import write_atomic
 from services.runtime.logs import get_logger
 from services.runtime.ports import port_in_use
@@ -47,9 +49,12 @@ class RunningServer:
         self._settings = settings
         self._log = get_logger(app.name)
         self._shell = Shell(app.name)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._names: Sequence[str] = ()
         self._wake = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._error: HeadraceError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: bool | None = None
         self._poller: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -59,8 +64,8 @@ class RunningServer:
 
     async def start(self) -> None:
         """Bind, serve, start the app, then open for calls and write the ready file."""
-        loop = asyncio.get_running_loop()
-        self._app._changed = lambda: _call_on(loop, self._wake.set)
+        self._loop = asyncio.get_running_loop()
+        self._app.attach(self)
         self._register()
         self.address = self._bind()
         await self._health.set("", _SERVING)
@@ -83,9 +88,25 @@ class RunningServer:
             self._stopping = asyncio.create_task(self._drain(seconds))
         await asyncio.shield(self._stopping)
 
-    async def wait(self) -> None:
-        """Return once the server has ended."""
-        await self._server.wait_for_termination()
+    async def failure(self) -> HeadraceError:
+        """Return the error once the app has reported that it cannot go on."""
+        await self._failed.wait()
+        assert self._error is not None, "set before the event"
+        return self._error
+
+    def readiness_changed(self) -> None:
+        """Publish the readiness now; from any thread."""
+        self._soon(self._wake.set)
+
+    def failed(self, error: HeadraceError) -> None:
+        """The app cannot go on; from any thread. The first report counts."""
+        self._error = self._error or error
+        self._soon(self._failed.set)
+
+    def _soon(self, action: Callable[[], object]) -> None:
+        # A change that is reported while the loop closes needs no publication any more.
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(action)
 
     def _register(self) -> None:
         self._names = tuple(self._app.register(self._server))
@@ -115,7 +136,7 @@ class RunningServer:
     def _readiness(self) -> tuple[bool, str]:
         try:
             return self._app.readiness()
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 (it counts as not ready)
             self._log.error("readiness failed", exc_info=exc)
             return False, f"readiness failed: {exc}"
 
@@ -131,29 +152,22 @@ class RunningServer:
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.wait([self._poller])
-        self._app._changed = None
         await self._publish(False, "draining")
         await self._health.enter_graceful_shutdown()
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
         stopped = asyncio.create_task(self._server.stop(seconds))
         try:
             async with asyncio.timeout(seconds):
                 await self._app.draining()
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 (the drain goes on)
             self._log.error("draining hook failed", exc_info=exc)
         # Watchers of the health service never end by themselves, so the shell's own count decides.
-        while self._shell.in_flight and not stopped.done() and loop.time() < end:
-            await asyncio.sleep(0.02)
+        idle = asyncio.create_task(self._shell.idle.wait())
+        await asyncio.wait([idle, stopped], return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
         await self._server.stop(0)
         await stopped
         self._shell.open = False
         if self._settings.ready_file is not None:
             self._settings.ready_file.unlink(missing_ok=True)
         await self._app.stop()
-
-
-def _call_on(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
-    # A change that is reported while the loop closes needs no publication any more.
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(action)
+        self._app.attach(None)

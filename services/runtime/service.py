@@ -14,8 +14,8 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import grpc.aio
 
@@ -27,11 +27,25 @@ if TYPE_CHECKING:
     from services.runtime.server import RunningServer
 
 
+class ServiceHost(Protocol):
+    """What an app may tell its server, from any thread."""
+
+    def readiness_changed(self) -> None:
+        """Ask for the readiness now."""
+
+    def failed(self, error: HeadraceError) -> None:
+        """The service cannot go on."""
+
+
 class ServiceApp(ABC):
     """One service: what it registers, and its life."""
 
     name: ClassVar[str]
-    _changed: Callable[[], None] | None = None
+    _host: ServiceHost | None = None
+
+    def attach(self, host: ServiceHost | None) -> None:
+        """The server that runs the app says who it is (None when it has ended)."""
+        self._host = host
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
@@ -52,8 +66,13 @@ class ServiceApp(ABC):
 
     def readiness_changed(self) -> None:
         """Publish the readiness now instead of within 0.2 s; callable from any thread."""
-        if self._changed is not None:
-            self._changed()
+        if self._host is not None:
+            self._host.readiness_changed()
+
+    def fail(self, error: HeadraceError) -> None:
+        """The service cannot go on: drain and end with status 1, so that a supervisor starts it afresh."""
+        if self._host is not None:
+            self._host.failed(error)
 
 
 async def start_server(app: ServiceApp, settings: ServiceSettings) -> RunningServer:
@@ -95,8 +114,26 @@ async def _serve(app: ServiceApp, settings: ServiceSettings) -> None:
     # Before the start: a signal that arrives meanwhile must lead to a drain too.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    running = await start_server(app, settings)
-    logs.get_logger(app.name).info("serving", address=running.address, pid=os.getpid())
-    await ended.wait()
+    log = logs.get_logger(app.name)
+    starting = asyncio.create_task(start_server(app, settings))
+    if not await _first(starting, ended):
+        starting.cancel()
+        await asyncio.wait([starting])
+        return
+    running = starting.result()
+    log.info("serving", address=running.address, pid=os.getpid())
+    failure = asyncio.create_task(running.failure())
+    await _first(failure, ended)
     await running.stop()
-    logs.get_logger(app.name).info("stopped")
+    log.info("stopped")
+    if failure.done():
+        raise failure.result()
+    failure.cancel()
+
+
+async def _first(task: asyncio.Task[Any], event: asyncio.Event) -> bool:
+    """Wait for either; whether ``task`` is done."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    return task.done()

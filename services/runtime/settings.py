@@ -54,6 +54,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def paths(self) -> Home:
+        """The layout of ``home``."""
         return Home(self.home)
 
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -26,22 +26,28 @@ from services.runtime.ids import bind_ids, ids_from_metadata
 from services.runtime.logs import get_logger
 from services.runtime.methods import method_policy
 
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+Behaviour = Callable[[Any, Any], Any]
 
 
-class Shell(grpc.aio.ServerInterceptor):
+class Shell(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
     """The one interceptor of a Headrace server; counts the calls in flight."""
 
     def __init__(self, service: str) -> None:
         self._service = service
         self._log = get_logger(service)
+        self._in_flight = 0
         self.open = False
         """Whether handlers may run."""
-        self.in_flight = 0
+        self.idle = asyncio.Event()
+        """Set while no call is in flight."""
+        self.idle.set()
 
     async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        """Put the shell around the method's handler (gRPC calls this once per call)."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or method.startswith("/grpc."):
@@ -49,74 +55,57 @@ class Shell(grpc.aio.ServerInterceptor):
         return self._wrap(handler, method)
 
     def _wrap(self, handler: Any, method: str) -> Any:
-        streams = handler.request_streaming, handler.response_streaming
         factory, behaviour = {
             (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
             (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
             (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
             (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
-        }[streams]
-        wrapped = (
-            self._generator(behaviour, method)
-            if inspect.isasyncgenfunction(behaviour)
-            else self._coroutine(behaviour, method)
-        )
+        }[handler.request_streaming, handler.response_streaming]
+        if inspect.isasyncgenfunction(behaviour):
+            behaviour = _written(behaviour)
         return factory(
-            wrapped,
+            self._around(behaviour, method),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
-    def _coroutine(self, behaviour: Any, method: str) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    def _around(self, behaviour: Behaviour, method: str) -> Behaviour:
+        async def call(request: Any, context: Any) -> Any:
             try:
-                with self._around(method, context):
+                with self._entered(method, context):
                     async with asyncio.timeout(_seconds(method, context)):
                         return await behaviour(request, context)
-            except Exception as exc:
-                await self._abort(exc, method, context)
-
-        return call
-
-    def _generator(self, behaviour: Any, method: str) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            messages = behaviour(request, context)
-            try:
-                with self._around(method, context):
-                    async with contextlib.aclosing(messages):
-                        async for message in _until(messages, _seconds(method, context)):
-                            yield message
-            except Exception as exc:
+            except grpc.aio.AbortError:
+                raise
+            except Exception as exc:  # noqa: BLE001 (every error has a status)
                 await self._abort(exc, method, context)
 
         return call
 
     @contextlib.contextmanager
-    def _around(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+    def _entered(self, method: str, context: Any) -> Iterator[None]:
         if not self.open:
             raise NotReady("The service is not up", where=self._service, do="Try again shortly.")
         metadata = [(str(key), value) for key, value in context.invocation_metadata() or ()]
         parent = tracing.context_from(_text(metadata, "traceparent"))
-        self.in_flight += 1
+        bind_ids(**ids_from_metadata(metadata))  # the call has a task of its own: nothing to restore
+        self._in_flight += 1
+        self.idle.clear()
         try:
-            bind_ids(**ids_from_metadata(metadata))  # the call's own task: nothing to restore
             if parent is None:
                 yield
                 return
             with tracing.span(method.strip("/"), parent=parent, kind=SpanKind.SERVER):
                 yield
         finally:
-            self.in_flight -= 1
+            self._in_flight -= 1
+            if not self._in_flight:
+                self.idle.set()
 
-    async def _abort(
-        self, exc: Exception, method: str, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> NoReturn:
-        if isinstance(exc, grpc.aio.AbortError):
-            raise exc
-        error = self._as_error(exc, method)
-        status = to_status(error)
+    async def _abort(self, exc: Exception, method: str, context: Any) -> NoReturn:
+        status = to_status(self._as_error(exc, method))
         await context.abort(status.code, status.details, status.trailing_metadata)
-        raise AssertionError("abort returned")
+        raise AssertionError("abort always raises")
 
     def _as_error(self, exc: Exception, method: str) -> HeadraceError:
         where = f"{self._service}, {method.rpartition('/')[2]}"
@@ -124,31 +113,29 @@ class Shell(grpc.aio.ServerInterceptor):
             exc.where = exc.where or where
             return exc
         if isinstance(exc, TimeoutError):
-            return TimedOut("The call ran past its deadline", where=where)
+            return TimedOut(str(exc) or "The call ran out of time", where=where)
         if isinstance(exc, grpc.aio.AioRpcError):
             return from_rpc_error(exc, where=where)
         self._log.error("handler failed", method=method, exc_info=exc)
-        return Internal(
-            f"{type(exc).__name__}: {exc}", where=where, do=f"See the log of the {self._service} service."
-        )
+        remedy = f"See the log of the {self._service} service."
+        return Internal(f"{type(exc).__name__}: {exc}", where=where, do=remedy)
 
 
-def _seconds(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> float:
-    left = context.time_remaining()
+def _written(behaviour: Behaviour) -> Behaviour:
+    """A generator handler as a coroutine: one task runs all of it, so that context and timeout hold."""
+
+    async def call(request: Any, context: Any) -> None:
+        async with contextlib.aclosing(behaviour(request, context)) as messages:
+            async for message in messages:
+                await context.write(message)
+
+    return call
+
+
+def _seconds(method: str, context: Any) -> float:
+    left: float | None = context.time_remaining()
     return method_policy(method).deadline if left is None else left
 
 
-def _text(metadata: list[tuple[str, str | bytes]], key: str) -> str:
+def _text(metadata: list[tuple[str, Any]], key: str) -> str:
     return next((value for name, value in metadata if name == key and isinstance(value, str)), "")
-
-
-async def _until(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
-    # One timeout per message, up to a common end: a timeout must not stay armed across a yield.
-    end = asyncio.get_running_loop().time() + seconds
-    while True:
-        try:
-            async with asyncio.timeout_at(end):
-                message = await anext(messages)
-        except StopAsyncIteration:
-            return
-        yield message

@@ -34,7 +34,7 @@ def _key(home: Path) -> str:
 
 
 def _folder(home: Path) -> Path:
-    bases = [Path("/tmp") / f"headrace-{os.getuid()}"]
+    bases = [Path("/tmp") / f"headrace-{os.getuid()}"]  # noqa: S108 (checked by _usable)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and len(runtime) < LIMIT - 40:
         bases.insert(0, Path(runtime) / "headrace")

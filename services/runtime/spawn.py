@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,7 +24,7 @@ def wrap(argv: Sequence[str], *, parent: int | None = None) -> list[str]:
     """``argv`` behind the wrapper, for ``subprocess.Popen`` in process ``parent`` (default: this one)."""
     pid = os.getpid() if parent is None else parent
     # By file, isolated and without site: nothing of the environment can slow or change the wrapper.
-    return [sys.executable, "-I", "-S", os.path.abspath(__file__), "--parent", str(pid), "--", *argv]
+    return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), "--parent", str(pid), "--", *argv]
 
 
 def set_death_signal(signum: int = signal.SIGKILL) -> None:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     command = list(argv[3:])
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], command)  # noqa: S606 (no shell is the point)
     except OSError as exc:
         print(f"Cannot start {command[0]}: {exc.strerror}", file=sys.stderr)
         return 127

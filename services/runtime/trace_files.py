@@ -27,9 +27,11 @@ class UrandomIds(IdGenerator):
     """Ids from the kernel, independent of ``random.seed``."""
 
     def generate_span_id(self) -> int:
+        """64 random bits, never 0."""
         return int.from_bytes(os.urandom(8), "big") or 1
 
     def generate_trace_id(self) -> int:
+        """128 random bits, never 0."""
         return int.from_bytes(os.urandom(16), "big") or 1
 
 
@@ -43,6 +45,7 @@ class JsonlExporter(SpanExporter):
         """Spans on disk."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Append ``spans``; FAILURE when a file could not be written."""
         lines: dict[str, list[str]] = defaultdict(list)
         for span in spans:
             lines[_run_of(span)].append(json.dumps(to_record(span, self._service), default=str))
@@ -67,6 +70,7 @@ class JsonlExporter(SpanExporter):
         """Nothing is kept open."""
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing is held back."""
         return True
 
 
@@ -100,8 +104,7 @@ def read_spans(folder: Path) -> list[dict[str, Any]]:
     """All spans below ``folder`` (a run's directory), by start time; a torn last line is left out."""
     found: list[dict[str, Any]] = []
     for file in sorted(folder.glob("**/*.jsonl" if folder.name == "traces" else "traces/*.jsonl")):
-        for line in file.read_bytes().split(b"\n")[:-1]:
-            found.append(json.loads(line))
+        found.extend(json.loads(line) for line in file.read_bytes().split(b"\n")[:-1])
     return sorted(found, key=lambda record: int(record["start_ns"]))
 
 

@@ -28,8 +28,16 @@ from services.runtime.ids import current_ids
 from services.runtime.trace_files import JsonlExporter, UrandomIds, read_spans
 
 __all__ = [
-    "context_from", "current_traceparent", "dropped_spans", "flush", "link_from", "read_spans", "setup", "span",
-]  # fmt: skip
+    "context_from",
+    "current_traceparent",
+    "dropped_spans",
+    "flush",
+    "link_from",
+    "read_spans",
+    "setup",
+    "span",
+    "traceparent_of",
+]
 
 QUEUE_SPANS = 16384
 BATCH_SPANS = 512
