@@ -58,10 +58,7 @@ class LoadedRecipe:
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """The recipe at ``path`` with ``KEY=VALUE`` overrides; raises :class:`RecipeError`."""
-    tree = _read(Path(path), ())
-    for text in overrides:
-        tree = merge(tree, _override(text))
-    return _finish(tree, str(path))
+    return _finish(_overridden(_read(Path(path), ()), overrides), str(path))
 
 
 def parse(recipe_json: str, source: str = "recipe") -> Recipe:
@@ -69,9 +66,18 @@ def parse(recipe_json: str, source: str = "recipe") -> Recipe:
     return from_dict(_json_object(recipe_json, source), source).recipe
 
 
-def from_dict(values: dict[str, Any], source: str = "recipe") -> LoadedRecipe:
+def load_resolved(path: Path) -> LoadedRecipe:
+    """A recipe as :meth:`LoadedRecipe.to_yaml` wrote it: nothing is interpolated again."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as exc:
+        raise RecipeError("The run's recipe cannot be read", where=str(path)) from exc
+    return _validated(_from_plain(values, str(path)), str(path))
+
+
+def from_dict(values: dict[str, Any], source: str = "recipe", overrides: Sequence[str] = ()) -> LoadedRecipe:
     """A recipe given as nested dictionaries; raises :class:`RecipeError`."""
-    return _finish(rename_aliases(_from_plain(values, source)), source)
+    return _finish(_overridden(rename_aliases(_from_plain(values, source)), overrides), source)
 
 
 def to_json(recipe: Recipe) -> str:
@@ -142,8 +148,17 @@ def _override(text: str) -> Mapping:
     return rename_aliases(leaf)
 
 
+def _overridden(tree: Mapping, overrides: Sequence[str]) -> Mapping:
+    for text in overrides:
+        tree = merge(tree, _override(text))
+    return tree
+
+
 def _finish(tree: Mapping, source: str) -> LoadedRecipe:
-    tree = resolve(tree)
+    return _validated(resolve(tree), source)
+
+
+def _validated(tree: Mapping, source: str) -> LoadedRecipe:
     try:
         recipe = Recipe.model_validate(plain(tree))
         check(recipe)

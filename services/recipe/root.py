@@ -1,4 +1,4 @@
-"""The whole recipe: the seeds' tree (grpo, loss_fn, policy, ...) and Headrace's own ``kind`` and ``stack``."""
+"""The whole recipe: the seeds' tree (grpo, loss_fn, policy, ...) and Headrace's ``kind`` and ``stack``."""
 
 from __future__ import annotations
 

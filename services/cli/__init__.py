@@ -1,0 +1,1 @@
+"""The command line. ``main`` is quick to import: commands import what they need when they run."""

@@ -1,0 +1,24 @@
+"""Where output goes: what people read about progress to stderr, results to stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+
+
+def say(text: str) -> None:
+    """One line for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """The one JSON value of a ``--json`` command."""
+    print(json.dumps(value, default=str), flush=True)
+
+
+def console() -> Console:
+    """For tables on stdout."""
+    return Console(soft_wrap=False, highlight=False)

@@ -1,0 +1,101 @@
+"""Everything that can be known to be wrong before a process is started.
+
+Each function raises one RecipeError or InvalidInput with one clear line; order is from cheap to costly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.cli.roster import SERVICES
+from services.recipe import LoadedRecipe, Recipe, RecipeError
+from services.recipe.data_check import check_data
+from services.recipe.errors import BadKeyError
+from services.recipe.files import check_files
+from services.recipe.not_built import refuse_not_built
+from services.runtime.errors import InvalidInput
+from services.runtime.ports import ReservedPort
+from services.runtime.redis_server import find_server
+from services.runtime.settings import is_loopback, split_address
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of the embedded stack: ``name`` is the service's, with a number where there are several."""
+
+    name: str
+    service: str
+
+
+def processes(recipe: Recipe) -> list[Process]:
+    """The processes that ``recipe`` needs, in the order of the start."""
+    counts = {"engine": recipe.stack.engines, **recipe.stack.replicas.model_dump()}
+    found = []
+    for service in SERVICES:
+        count = counts.get(service, 1)
+        names = [service] if count == 1 else [f"{service}-{i}" for i in range(count)]
+        found += [Process(name, service) for name in names]
+    return found
+
+
+def check_recipe(loaded: LoadedRecipe) -> dict[str, int]:
+    """Features, files and rows; returns the number of rows by data key."""
+    located(loaded, refuse_not_built)
+    located(loaded, check_files)
+    return check_data(loaded.recipe)
+
+
+def check_machine(recipe: Recipe) -> None:
+    """The programs that the stack needs."""
+    for package in ("torch", "transformers", "vllm"):
+        if importlib.util.find_spec(package) is None:
+            raise InvalidInput(
+                f"{package} is not installed",
+                do="Install headrace with the extra cpu or gpu; see `headrace doctor`.",
+            )
+    if recipe.stack.redis_url is None:
+        find_server()
+
+
+def reserve_ports(recipe: Recipe) -> dict[str, ReservedPort]:
+    """Process name -> its port, held until closed. Raises InvalidInput when an explicit one is taken."""
+    held: dict[str, ReservedPort] = {}
+    try:
+        for process in processes(recipe):
+            host, port = _wanted(recipe, process)
+            held[process.name] = ReservedPort.explicit(host, port) if port else ReservedPort.free(host)
+    except BaseException:
+        for reserved in held.values():
+            reserved.close()
+        raise
+    return held
+
+
+def located(loaded: LoadedRecipe, rule: Callable[[Recipe], None]) -> None:
+    """Apply ``rule``; what it finds is named with the place where the key was written."""
+    try:
+        rule(loaded.recipe)
+    except BadKeyError as exc:
+        raise RecipeError(exc.message, where=loaded.where(exc.key), do=exc.do) from exc
+
+
+def _wanted(recipe: Recipe, process: Process) -> tuple[str, int]:
+    """HOST and PORT of a process; port 0 is any. The environment wins over the recipe."""
+    key = f"{SERVICES[process.service].prefix}LISTEN"
+    named = os.environ.get(key)
+    numbered = process.name != process.service
+    if named is None or numbered:
+        port = None if numbered else getattr(recipe.stack.ports, process.service, None)
+        return HOST, port or 0
+    try:
+        host, port = split_address(named)
+    except ValueError as exc:
+        raise InvalidInput(str(exc), where=key) from exc
+    if not is_loopback(host):
+        raise InvalidInput(f"{host} is not a loopback address", where=key, do="Use 127.0.0.1.")
+    return host, port

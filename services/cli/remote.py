@@ -1,0 +1,80 @@
+"""``headrace submit`` and ``headrace watch``: talk to a controller that already runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.cli.failures import FAILED
+from services.cli.follow import follow, follower
+from services.cli.output import print_json, say
+from services.cli.preflight import check_recipe
+from services.cli.report import print_summary
+from services.client import AsyncClient, Client
+from services.controller import summary
+from services.recipe import load
+from services.runtime.errors import NotFound, NotReady
+from services.runtime.home import Home, RunPaths, default_home, resolve_run
+
+
+def submit_command(recipe: Path, overrides: Sequence[str], address: str, *, as_json: bool) -> None:
+    """Check ``recipe`` here, submit it to ``address``, say its id."""
+    loaded = load(recipe, overrides)
+    check_recipe(loaded)
+    with Client(address) as client:
+        run = client.submit(loaded)
+    if as_json:
+        print_json({"run_id": run.run, "name": run.name, "kind": run.kind, "address": address})
+    else:
+        print(run.run)
+        say(f"follow it with: headrace watch {run.run} --address {address}")
+
+
+def watch_command(name: str, address: str | None, *, as_json: bool) -> int:
+    """Follow a run until it ends; 0 when it completed."""
+    home = Home(default_home())
+    if address is None:
+        paths = resolve_run(home, name)
+        ended = _ended(home, paths)
+        if ended is not None:
+            print_summary(ended, as_json=as_json)
+            return _status(ended)
+        name, address = paths.run_id, controller_of(paths)
+    found = asyncio.run(_watch(name, address))
+    print_summary(found, as_json=as_json)
+    return _status(found)
+
+
+def controller_of(paths: RunPaths) -> str:
+    """HOST:PORT of the controller in the run's own stack; raises NotReady when that is not up."""
+    file = paths.root / "ready" / "controller.json"
+    if not file.is_file():
+        raise NotReady(
+            f"No stack of {paths.run_id} is up",
+            where=str(paths.root),
+            do=f"Start it with `headrace run --resume {paths.run_id}`, or give --address.",
+        )
+    return str(json.loads(file.read_text())["address"])
+
+
+async def _watch(name: str, address: str) -> dict[str, Any]:
+    async with AsyncClient(address, patience_s=10.0) as client:
+        if name == "last":
+            runs = await client.list(1)
+            if not runs:
+                raise NotFound("There is no run yet", where=address)
+            name = runs[0].run
+        shown = follower(name)
+        with shown:
+            return await follow(client, name, shown)
+
+
+def _ended(home: Home, paths: RunPaths) -> dict[str, Any] | None:
+    return summary.load(home, paths.run_id) if summary.summary_path(paths).is_file() else None
+
+
+def _status(found: dict[str, Any]) -> int:
+    return 0 if found["status"] == "completed" else FAILED

@@ -1,0 +1,159 @@
+"""The embedded stack: every service as a child process of this one.
+
+Invariants
+- Everything is started at once: the engine and the trainer need seconds to import, the others must not wait.
+- Ports are held here, so that a service that is restarted comes back at the same address.
+- SIGKILL of this process leaves nothing behind: children carry death signals, Redis has a keeper that leaves
+  with its last user, and we are one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from services.cli.preflight import Process, processes
+from services.cli.roster import SERVICES, Service
+from services.recipe import Recipe
+from services.runtime.errors import NotReady
+from services.runtime.home import Home, RunPaths
+from services.runtime.ports import ReservedPort
+from services.runtime.redis import RedisHandle, acquire
+from services.runtime.supervise import ProcessEvent, ProcessSpec, ProcessStatus, Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.05
+
+
+class Stack:
+    """The processes of one run; use it on the main thread's event loop."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        home: Home,
+        paths: RunPaths,
+        ports: Mapping[str, ReservedPort],
+        on_event: Callable[[ProcessEvent], None],
+    ) -> None:
+        self._recipe = recipe
+        self._home = home
+        self._paths = paths
+        self._ports = ports
+        self._redis: RedisHandle | None = None
+        self._supervisor = Supervisor(
+            on_event, max_restarts=recipe.stack.max_restarts, window_seconds=recipe.stack.restart_window_s
+        )
+
+    @property
+    def controller(self) -> str:
+        """HOST:PORT of the controller."""
+        return self._ports["controller"].address
+
+    def status(self) -> list[ProcessStatus]:
+        """All processes."""
+        return self._supervisor.status()
+
+    async def keep(self) -> None:
+        """Start everything and keep it running until cancelled; raises when it cannot."""
+        self._redis = await asyncio.to_thread(acquire, self._home.root, self._recipe.stack.redis_url)
+        guard = asyncio.create_task(self._redis.guard())
+        try:
+            await self._supervisor.start_all([self._spec(process) for process in processes(self._recipe)])
+            await self._supervisor.watch()
+        finally:
+            guard.cancel()
+            await asyncio.gather(guard, return_exceptions=True)
+
+    async def answering(self, name: str, timeout: float) -> None:
+        """Wait until process ``name`` is ready; raises NotReady. :meth:`keep` must be running."""
+        waited = 0.0
+        while not any(status.name == name and status.ready for status in self.status()):
+            if waited > timeout:
+                raise NotReady(f"{name} was not ready within {timeout:g} s", where=str(self._log(name)))
+            await asyncio.sleep(POLL_S)
+            waited += POLL_S
+
+    async def stop(self) -> None:
+        """Stop everything in order, then let go of Redis and the ports."""
+        try:
+            await self._supervisor.stop_all()
+        finally:
+            self._let_go()
+
+    def kill(self) -> None:
+        """Stop everything at once."""
+        self._supervisor.kill_all()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for port in self._ports.values():
+            port.close()
+        if self._redis is not None:
+            self._redis.close()
+
+    def _log(self, name: str) -> Path:
+        return self._paths.logs / f"{name}.log"
+
+    def _ready_file(self, name: str) -> Path:
+        return self._paths.root / "ready" / f"{name}.json"
+
+    def _spec(self, process: Process) -> ProcessSpec:
+        stack = self._recipe.stack
+        timeouts = {"trainer": stack.trainer_start_timeout_s, "engine": stack.engine_start_timeout_s}
+        return ProcessSpec(
+            name=process.name,
+            argv=[sys.executable, "-m", "services.cli.main", "serve", process.service],
+            log_file=self._log(process.name),
+            env=self._environment(process),
+            ready_file=self._ready_file(process.name),
+            start_timeout=timeouts.get(process.service, stack.service_start_timeout_s),
+            stop_timeout=stack.drain_seconds + 5.0,
+        )
+
+    def _environment(self, process: Process) -> dict[str, str]:
+        service, stack = SERVICES[process.service], self._recipe.stack
+        settings = {
+            "LISTEN": self._ports[process.name].address,
+            "PORT_HANDED_OVER": "true",
+            "READY_FILE": str(self._ready_file(process.name)),
+            "HOME": str(self._home.root),
+            "LOG_LEVEL": stack.log_level,
+            "DRAIN_SECONDS": f"{stack.drain_seconds:g}",
+            **{peer.upper(): self._addresses(peer) for peer in service.peers},
+            **self._own_settings(service),
+        }
+        path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+        found = {"HEADRACE_HOME": str(self._home.root), "PYTHONPATH": path}
+        found.update({service.prefix + key: value for key, value in settings.items()})
+        if service.name == "trainer" and stack.threads.trainer is not None:
+            found["OMP_NUM_THREADS"] = str(stack.threads.trainer)
+        return found
+
+    def _own_settings(self, service: Service) -> dict[str, str]:
+        """Settings that one service has and the others have not."""
+        stack, name = self._recipe.stack, service.name
+        found = {}
+        if service.redis and stack.redis_url is not None:
+            found["REDIS_URL"] = stack.redis_url
+        if name == "controller":
+            found["STACK"] = self._paths.run_id
+        elif name == "engine":
+            found["BACKEND"] = "render" if self._recipe.kind == "sft" else "vllm"
+            if stack.threads.engine is not None:
+                found["THREADS"] = str(stack.threads.engine)
+        elif name == "gym":
+            found["CONCURRENCY"] = str(stack.gym_concurrency)
+        elif name == "reward":
+            found["WORKERS"] = str(stack.reward_workers)
+        elif name == "trainer":
+            found["NPROC"] = str(stack.trainer_processes)
+        return found
+
+    def _addresses(self, service: str) -> str:
+        """The addresses of all replicas of ``service``, commas apart."""
+        names = [process.name for process in processes(self._recipe) if process.service == service]
+        return ",".join(self._ports[name].address for name in names)
