@@ -1,0 +1,1 @@
+"""Agents: what drives a sample through its turns. See :mod:`gym_svc.agent.base`."""

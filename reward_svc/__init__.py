@@ -1,0 +1,1 @@
+"""Rewards: verifiers, their isolation, and the transforms that follow them."""
