@@ -1,0 +1,197 @@
+"""Who serves: engines, their states and their heartbeats.
+
+Invariants
+- An engine is SERVING only with the committed version; the router sends turns to no other.
+- An engine that re-registers with the committed version serves at once (the bridge may have restarted);
+  with another version, or none, it joins and is synced.
+- QUARANTINED ends only through a full update. LOST ends with the next heartbeat.
+- A new engine at an old engine's address replaces it: an address is served by one process.
+- Subscribers see the latest roster; states in between may be left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+
+from protos.headrace.v1 import refit_pb2, rollout_pb2, types_pb2
+from refit_bridge.versions import key_of
+from services.runtime.errors import NotFound
+from services.runtime.logs import get_logger
+
+JOINING = refit_pb2.ENGINE_STATE_JOINING
+SERVING = refit_pb2.ENGINE_STATE_SERVING
+UPDATING = refit_pb2.ENGINE_STATE_UPDATING
+QUARANTINED = refit_pb2.ENGINE_STATE_QUARANTINED
+LOST = refit_pb2.ENGINE_STATE_LOST
+RENDER_ONLY = refit_pb2.ENGINE_STATE_RENDER_ONLY
+RENDER_NAME = "render"
+
+
+@dataclass
+class Member:
+    """One engine as the bridge knows it; ``seen`` is the monotonic time of its last heartbeat."""
+
+    info: rollout_pb2.EngineInfo
+    state: refit_pb2.EngineState
+    seen: float
+    reason: str = ""
+    committed: types_pb2.PolicyVersion | None = None
+    retry_at: float = field(default=0.0)
+
+    @property
+    def engine(self) -> str:
+        return self.info.engine
+
+
+class Roster:
+    """All engines of the bridge. Used from one event loop."""
+
+    def __init__(self, *, lost_after: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._members: dict[str, Member] = {}
+        self._lost_after = lost_after
+        self._clock = clock
+        self._changed = asyncio.Condition()
+        self._serial = 0
+        self._run = ""
+        self._committed: types_pb2.PolicyVersion | None = None
+        self._log = get_logger("refit")
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def get(self, engine: str) -> Member | None:
+        """The member, if it is still here."""
+        return self._members.get(engine)
+
+    async def begin_run(self, run: str, committed: types_pb2.PolicyVersion | None) -> None:
+        """A run starts (or the bridge learns of it again): engines count by what they say they hold."""
+        self._run, self._committed = run, committed
+        for member in self._members.values():
+            member.committed = None
+            self._settle(member)
+        await self._notify()
+
+    async def committed(self, version: types_pb2.PolicyVersion) -> None:
+        """A new version is in force; engines that are not brought to it fall back to joining."""
+        self._committed = version
+        for member in self._members.values():
+            if member.state == SERVING and not _same(member.committed, version):
+                self._to(member, JOINING, "holds an older version")
+        await self._notify()
+
+    async def register(self, info: rollout_pb2.EngineInfo) -> None:
+        """An engine says that it is alive, and what it holds."""
+        member = self._members.get(info.engine)
+        if member is None:
+            self._replace_at(info.address, info.engine)
+            member = self._members[info.engine] = Member(info, JOINING, self._clock())
+            self._log.info("engine registered", engine=info.engine, address=info.address, engine_name=info.name)
+        before = (member.info.SerializeToString(deterministic=True), member.state, member.reason)
+        member.info, member.seen = info, self._clock()
+        if member.state not in (UPDATING, QUARANTINED):
+            self._settle(member)
+        if before != (info.SerializeToString(deterministic=True), member.state, member.reason):
+            await self._notify()
+
+    async def deregister(self, engine: str, reason: str) -> None:
+        """An engine leaves; unknown ones are ignored."""
+        if self._members.pop(engine, None) is not None:
+            self._log.info("engine left", engine=engine, reason=reason)
+            await self._notify()
+
+    async def set_state(
+        self,
+        engine: str,
+        state: refit_pb2.EngineState,
+        reason: str = "",
+        committed: types_pb2.PolicyVersion | None = None,
+    ) -> None:
+        """Record what a publish did to an engine; raises NotFound when it has left meanwhile."""
+        member = self._members.get(engine)
+        if member is None:
+            raise NotFound(f"Engine {engine} has left the roster")
+        member.committed = committed
+        self._to(member, state, reason)
+        await self._notify()
+
+    async def expire(self) -> None:
+        """Mark the engines whose heartbeats stopped."""
+        limit = self._clock() - self._lost_after
+        gone = [m for m in self._members.values() if m.seen < limit and m.state not in (LOST, UPDATING)]
+        for member in gone:
+            self._to(member, LOST, f"no heartbeat for {self._lost_after:.0f} s")
+        if gone:
+            await self._notify()
+
+    def snapshot(self) -> refit_pb2.Roster:
+        """The roster now."""
+        return refit_pb2.Roster(
+            run=self._run, engines=[_entry(m) for m in self._members.values()], committed=self._committed
+        )
+
+    async def watch(self) -> AsyncIterator[refit_pb2.Roster]:
+        """The roster now, and again after every change."""
+        seen = -1
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._serial != seen)  # noqa: B023 (read at once)
+                seen = self._serial
+            yield self.snapshot()
+
+    def _settle(self, member: Member) -> None:
+        """State by what the engine says of itself."""
+        info = member.info
+        held = info.version if info.HasField("version") else None
+        if info.name == RENDER_NAME:
+            self._to(member, RENDER_ONLY, "")
+        elif not info.ready or info.run != self._run or not self._run:
+            self._to(member, JOINING, "not set up for this run")
+        elif self._committed is not None and _same(held, self._committed):
+            member.committed = held
+            self._to(member, SERVING, "")
+        elif member.state != SERVING or not _same(member.committed, self._committed):
+            # A heartbeat that left before the commit may still name the old version: SERVING stays.
+            self._to(member, JOINING, "waits for the committed version")
+        elif held is None:
+            self._to(member, JOINING, "lost its version")
+
+    def _to(self, member: Member, state: refit_pb2.EngineState, reason: str) -> None:
+        if member.state != state:
+            self._log.info(
+                "engine state", engine=member.engine, state=refit_pb2.EngineState.Name(state), reason=reason
+            )
+        member.state, member.reason = state, reason
+
+    def _replace_at(self, address: str, engine: str) -> None:
+        old = [m.engine for m in self._members.values() if m.info.address == address and m.engine != engine]
+        for name in old:
+            del self._members[name]
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._serial += 1
+            self._changed.notify_all()
+
+
+def eligible(members: Iterable[Member], run: str) -> list[Member]:
+    """Engines that a publish brings to a version: alive, with a model, set up for the run."""
+    return [
+        m for m in members
+        if m.info.ready and m.info.run == run and m.state not in (LOST, RENDER_ONLY)
+    ]  # fmt: skip
+
+
+def _same(one: types_pb2.PolicyVersion | None, other: types_pb2.PolicyVersion | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return key_of(one) == key_of(other) and one.digest == other.digest
+
+
+def _entry(member: Member) -> refit_pb2.RosterEntry:
+    return refit_pb2.RosterEntry(
+        info=member.info, state=member.state, committed=member.committed, reason=member.reason
+    )

@@ -1,0 +1,84 @@
+"""Where weights come from: a named stream of tensors in checkpoint names.
+
+Invariants
+- Names and shapes are those of the model's checkpoint on disk (what an engine loads), not those in memory.
+- Persistent buffers are weights too (a router's correction bias trains); they keep their own dtype.
+- A tied tensor is sent once, under its first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """One tensor of a source. ``castable`` is True when it travels in the wire dtype."""
+
+    name: str
+    tensor: Tensor
+    castable: bool
+
+
+class WeightSource(Protocol):
+    """Iterates a model's weights; each pass yields the same names in the same order."""
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        """Yield every tensor once."""
+        ...
+
+
+class TensorSource:
+    """A source over a plain mapping from checkpoint names to tensors; all floating tensors are castable."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        for name, tensor in self._tensors.items():
+            yield NamedTensor(name, tensor, tensor.is_floating_point())
+
+
+class HuggingFaceSource:
+    """A source over a transformers model; the model's in-memory layout is turned back into its checkpoint's."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        buffers = {name for name, _ in self._model.named_buffers()}
+        with torch.no_grad():
+            for name, tensor in _distinct(checkpoint_tensors(self._model)):
+                yield NamedTensor(name, tensor, tensor.is_floating_point() and name not in buffers)
+
+
+def checkpoint_tensors(model: Any) -> Mapping[str, Tensor]:
+    """The state dict under checkpoint names and shapes (experts apart, prefixes as on disk)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+    reverted: Mapping[str, Tensor] = revert_weight_conversion(model, state)
+    return reverted
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    gathered: Tensor = full() if callable(full) else tensor
+    return gathered.detach()
+
+
+def _distinct(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Leave out second names of the same memory: a tied lm_head is the embedding."""
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            if identity in seen:
+                continue
+            seen.add(identity)
+        yield name, tensor

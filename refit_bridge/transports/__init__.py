@@ -1,0 +1,1 @@
+"""How weights travel from the trainer to an engine. Today: files of shared memory on one host."""
