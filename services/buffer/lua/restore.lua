@@ -1,0 +1,22 @@
+-- Restore, one step: leased and trained groups are ready again, for the same step, with their admission decision.
+-- ARGV: epoch, step, completed steps of the restored trainer.
+-- Reply: ok, groups of the step that wait to be trained again | no_run | fenced, epoch | retired, durable steps
+if not CFG.infra then return { 'no_run' } end
+local durable = tonumber(call('HGET', PREFIX .. 'n:train', 'durable') or '0')
+if tonumber(ARGV[3]) < durable then return { 'retired', durable } end
+local refusal = refuse_epoch(tonumber(ARGV[1]))
+if refusal then return refusal end
+local groups = 0
+for _, ordinal in ipairs(call('ZRANGE', PREFIX .. 'step:train:' .. ARGV[2], 0, -1)) do
+  local group = load('train', ordinal)
+  if group.state == 'leased' or group.state == 'trained' then
+    local from = group.state
+    move(group, 'ready')
+    call('HSET', group.key, 'rs', '1')
+    call('HDEL', group.key, 'ts')
+    emit('restore', 'train', ordinal, usable(group), ARGV[2], from, ARGV[1])
+  end
+  if group.state == 'ready' and call('HGET', group.key, 'rs') == '1' then groups = groups + 1 end
+end
+commit()
+return { 'ok', groups }
