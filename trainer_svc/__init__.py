@@ -1,0 +1,1 @@
+"""The trainer room: policy, optimizer, losses and checkpoints behind the `Trainer` service."""

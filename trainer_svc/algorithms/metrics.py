@@ -1,0 +1,122 @@
+"""Metrics of a train step, as sums that add up over micro-batches and optimizer steps.
+
+Invariants
+- A token average is (sum over every trained token of the step) / (trained tokens of the step), whatever the
+  number of micro-batches or optimizer steps; all sums are float64.
+- ``loss`` and ``grad_norm`` are means over the step's optimizer steps (each one is a mean already).
+- Definitions keep NeMo RL's names. With l the trainer's current, l_old its previous and l_gen the engine's
+  log-probability: token_mult_prob_error = mean exp|l_gen - l_old|; gen_kl_error = KL(gen || train) and
+  policy_kl_error = KL(train || gen), by k3; js_divergence_error = half the k3 of each to their mean;
+  approx_entropy = -mean exp(l - l_gen) l.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from trainer_svc.algorithms.kl import Kind, estimate
+from trainer_svc.algorithms.losses import PolicyTerms
+from trainer_svc.algorithms.masked import masked_sum
+
+LOG_2 = math.log(2.0)
+Sums = dict[str, Tensor]
+
+
+def mismatch_sums(previous: Tensor, generation: Tensor, mask: Tensor, kind: Kind = "k3") -> Sums:
+    """How far engine and trainer disagree on the sampled tokens; inputs [B, S], sums over ``mask``."""
+    old, gen = previous.double(), generation.double()
+    middle = torch.logaddexp(old, gen) - LOG_2
+    js = 0.5 * estimate(old - middle, "k3") + 0.5 * estimate(gen - middle, "k3")
+    return {
+        "token_mult_prob_error": masked_sum(torch.exp((gen - old).abs()), mask),
+        "gen_kl_error": masked_sum(estimate(old - gen, kind), mask),
+        "policy_kl_error": masked_sum(estimate(gen - old, kind), mask),
+        "js_divergence_error": masked_sum(js, mask),
+    }
+
+
+def policy_sums(
+    logprobs: Tensor, generation: Tensor, mask: Tensor, terms: PolicyTerms, kind: Kind = "k3"
+) -> Sums:
+    """All token sums of the policy loss; [B, S] each."""
+    current = logprobs.detach().double()
+    entropy = -torch.exp(current - generation.double()) * current
+    sums = mismatch_sums(terms.previous, generation, mask, kind)
+    sums |= {
+        "approx_entropy": masked_sum(entropy, mask),
+        "probs_ratio": masked_sum(terms.ratio, mask),
+        "probs_ratio_clamped": masked_sum(terms.clipped_ratio, mask),
+        "sampling_importance_ratio": masked_sum(terms.weights.truncated, mask),
+        "sampling_importance_ratio_raw": masked_sum(terms.weights.raw, mask),
+        "is_oob_ratio": masked_sum(terms.weights.outside, mask),
+        "kl_penalty": mask.new_zeros((), dtype=torch.float64)
+        if terms.kl is None
+        else masked_sum(terms.kl, mask),
+    }
+    return sums
+
+
+def policy_bounds(mask: Tensor, terms: PolicyTerms) -> dict[str, Tensor]:
+    """Smallest and largest ratio over ``mask``; empty without a trained token."""
+    if not bool(mask.any()):
+        return {}
+    ratio, clipped = terms.ratio[mask], terms.clipped_ratio[mask]
+    return {
+        "probs_ratio_min": ratio.min(),
+        "probs_ratio_max": ratio.max(),
+        "probs_ratio_clamped_min": clipped.min(),
+        "probs_ratio_clamped_max": clipped.max(),
+    }
+
+
+def sequence_errors(previous: Tensor, generation: Tensor, mask: Tensor) -> Tensor:
+    """Mean of exp|l_gen - l_old| over each row's trained tokens: [B, S] -> [B] float64, 0 for an empty row."""
+    error = torch.exp((generation.double() - previous.double()).abs())
+    return torch.where(mask, error, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+class StepMetrics:
+    """Adds up the micro-batches of one train step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._bounds: dict[str, float] = {}
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+        self._tokens = 0
+        self._sequences = 0
+
+    def add(self, sums: Sums, bounds: dict[str, Tensor] | None = None) -> None:
+        """One micro-batch."""
+        for name, value in sums.items():
+            self._sums[name] += float(value)
+        for name, value in (bounds or {}).items():
+            choose = min if name.endswith("_min") else max
+            self._bounds[name] = choose(self._bounds.get(name, float(value)), float(value))
+
+    def add_update(self, loss: float, grad_norm: float, tokens: int, sequences: int) -> None:
+        """One optimizer step: its global batch's loss, gradient norm before clipping, and counts."""
+        self._losses.append(loss)
+        self._norms.append(grad_norm)
+        self._tokens += tokens
+        self._sequences += sequences
+
+    def result(self) -> dict[str, float]:
+        """The step's metrics by name."""
+        found = {name: value / max(self._tokens, 1) for name, value in self._sums.items()}
+        updates = max(len(self._losses), 1)
+        return (
+            found
+            | self._bounds
+            | {
+                "loss": sum(self._losses) / updates,
+                "grad_norm": sum(self._norms) / updates,
+                "grad_norm_max": max(self._norms, default=0.0),
+                "global_valid_toks": float(self._tokens),
+                "global_valid_seqs": float(self._sequences),
+            }
+        )

@@ -1,0 +1,1 @@
+"""From the buffer's bytes to the rows of a train step."""

@@ -1,0 +1,1 @@
+"""The policy network: loading, log-probabilities, micro-batches, Hugging Face directories."""

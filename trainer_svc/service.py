@@ -1,0 +1,102 @@
+"""``headrace serve trainer``: launches the torchrun job and lives exactly as long as it.
+
+Invariants
+- This process imports neither torch nor transformers; it checks its settings before anything is started.
+- torchrun dies with this process (death signal), the ranks with torchrun.
+- SIGTERM goes to the ranks, which drain and end with status 0; torchrun then ends by itself. A second
+  SIGTERM kills.
+- Status 2 means bad input, as for every service.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from services.runtime.errors import HeadraceError, InvalidInput
+from services.runtime.ports import ReservedPort
+from services.runtime.spawn import wrap
+from trainer_svc.parallel.world import check_size
+from trainer_svc.settings import TrainerSettings
+
+LOOPBACK = "127.0.0.1"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    """Run the trainer until it ends; returns its exit status."""
+    try:
+        settings = TrainerSettings.load()
+        check_size(settings.nproc)
+    except HeadraceError as exc:
+        print(f"trainer: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, InvalidInput) else 1
+    # No session of its own: the whole job stays in the supervisor's process group.
+    job = subprocess.Popen(wrap(torchrun(settings)), env=environment(settings))
+    stopping = _Stopping(job)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stopping)
+    status = job.wait()
+    if stopping.asked:
+        return 0
+    return status if status in (0, 2) else 1
+
+
+def torchrun(settings: TrainerSettings) -> list[str]:
+    """The command of the job: one machine, a rendezvous on loopback, no restarts of its own."""
+    with ReservedPort.free(LOOPBACK) as free:
+        port = free.port
+    return [
+        sys.executable, "-m", "torch.distributed.run",
+        "--nnodes=1", f"--nproc-per-node={settings.nproc}", "--max-restarts=0",
+        f"--master-addr={LOOPBACK}", f"--master-port={port}", f"--local-addr={LOOPBACK}",
+        "-m", "trainer_svc.rank",
+    ]  # fmt: skip
+
+
+def environment(settings: TrainerSettings) -> Mapping[str, str]:
+    """This process's environment, with what ranks need to find code, threads and parent."""
+    path = os.environ.get("PYTHONPATH", "")
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
+        "OMP_NUM_THREADS": str(settings.cpu_threads),
+        "HEADRACE_LAUNCHER_PID": str(os.getpid()),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+class _Stopping:
+    """Passes a request to stop on: first to the ranks, then to all."""
+
+    def __init__(self, job: subprocess.Popen[bytes]) -> None:
+        self._job = job
+        self.asked = False
+        """Whether somebody asked the job to end."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        ranks = _ranks(self._job.pid)
+        if self.asked or not ranks:
+            self._job.kill()
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        self.asked = True
+
+
+def _ranks(agent: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(agent).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
