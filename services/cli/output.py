@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+WIDE = 200
+
 
 def say(text: str) -> None:
     """One line for people."""
@@ -20,5 +22,5 @@ def print_json(value: Any) -> None:
 
 
 def console() -> Console:
-    """For tables on stdout."""
-    return Console(soft_wrap=False, highlight=False)
+    """For tables on stdout; wide where no terminal sets a width, so that nothing is cut in a log."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)

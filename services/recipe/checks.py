@@ -149,6 +149,6 @@ def _schedule(recipe: Recipe) -> Iterator[BadKeyError]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[BadKeyError]], ...] = (
-    _batches, _group_size, _lengths, _truncated_importance, _clips, _on_policy, _validation, _engines,
+    _group_size, _batches, _lengths, _truncated_importance, _clips, _on_policy, _validation, _engines,
     _schedule,
 )  # fmt: skip
