@@ -39,7 +39,11 @@ def active(kind: str, number: int) -> list[str]:
     hit = [fault.tensor for fault in configured() if fault.kind == kind and fault.number in (None, number)]
     if hit:
         get_logger("refit.faults").warning(
-            "FAULT INJECTED into the weight transfer", kind=kind, tensors=hit, version=number, variable=VARIABLE
+            "FAULT INJECTED into the weight transfer",
+            kind=kind,
+            tensors=hit,
+            version=number,
+            variable=VARIABLE,
         )
     return hit
 
@@ -54,6 +58,8 @@ def _parse(text: str) -> Fault:
     tensor, _, number = rest.partition("@")
     if kind not in KINDS or not tensor or (number and not number.isdigit()):
         raise InvalidInput(
-            f"{text!r} is not a fault", where=VARIABLE, do="Write corrupt:TENSOR, omit:TENSOR or stale:MODULE."
+            f"{text!r} is not a fault",
+            where=VARIABLE,
+            do="Write corrupt:TENSOR, omit:TENSOR or stale:MODULE.",
         )
     return Fault(kind, tensor, int(number) if number else None)

@@ -42,6 +42,7 @@ class Committed:
 
     @property
     def version(self) -> types_pb2.PolicyVersion:
+        """With its digest."""
         return self.record.version
 
 
@@ -110,15 +111,17 @@ class VersionLedger:
     async def versions(self, limit: int) -> list[refit_pb2.VersionRecord]:
         """The newest ``limit`` records, newest first."""
         with translated(self._key):
-            fields = await self._client.hgetall(self._key)
+            fields: dict[Any, Any] = await self._client.hgetall(self._key)
         found = [
-            refit_pb2.VersionRecord.FromString(data) for name, data in fields.items() if name.startswith(b"v:")
+            refit_pb2.VersionRecord.FromString(data)
+            for name, data in fields.items()
+            if name.startswith(b"v:")
         ]
         return sorted(found, key=lambda record: key_of(record.version), reverse=True)[:limit]
 
     async def _get(self, *fields: str) -> list[bytes | None]:
         with translated(self._key):
-            found: list[bytes | None] = await self._client.hmget(self._key, list(fields))
+            found: list[Any] = await self._client.hmget(self._key, list(fields))
         return found
 
     async def _write(self, epoch: int, *fields: str | bytes) -> None:

@@ -35,27 +35,33 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Size of the data in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def to_proto(self) -> rollout_pb2.TensorSpec:
+        """The contract's message."""
         return rollout_pb2.TensorSpec(name=self.name, dtype=dtype_number(self.dtype), shape=self.shape)
 
     @classmethod
     def from_proto(cls, message: rollout_pb2.TensorSpec) -> TensorSpec:
+        """Read the contract's message; raises InvalidInput for an unknown dtype."""
         return cls(message.name, dtype_name(message.dtype), tuple(message.shape))
 
     def to_json(self) -> list[object]:
+        """Name, dtype and shape as plain values."""
         return [self.name, self.dtype, list(self.shape)]
 
 
-def dtype_number(name: str) -> types_pb2.DType:
+def dtype_number(name: str) -> types_pb2.DType.ValueType:
     """The contract's number of a dtype name; raises InvalidInput for one that cannot travel."""
     if name not in ITEM_BYTES:
-        raise InvalidInput(f"Tensors of type {name} cannot be transferred", do=f"Use {', '.join(ITEM_BYTES)}.")
+        raise InvalidInput(
+            f"Tensors of type {name} cannot be transferred", do=f"Use {', '.join(ITEM_BYTES)}."
+        )
     return types_pb2.DType.Value(f"DTYPE_{name.upper()}")
 
 
-def dtype_name(number: types_pb2.DType) -> str:
+def dtype_name(number: types_pb2.DType.ValueType) -> str:
     """The dtype name of a contract number."""
     name = types_pb2.DType.Name(number).removeprefix("DTYPE_").lower()
     dtype_number(name)

@@ -50,7 +50,9 @@ def read(response: rollout_pb2.ScoreTokensResponse, sequences: Sequence[bytes], 
     rows = [np.frombuffer(data, dtype="<f4") for data in response.logprobs]
     lengths = [len(ids) // 4 for ids in sequences]
     if [len(row) for row in rows] != lengths:
-        raise Corrupt(f"Scores of lengths {[len(r) for r in rows]} answer sequences of {lengths}", where=where)
+        raise Corrupt(
+            f"Scores of lengths {[len(r) for r in rows]} answer sequences of {lengths}", where=where
+        )
     return rows
 
 
@@ -65,5 +67,7 @@ def compare(engine: Logprobs, trainer: Logprobs, tolerance: float) -> Agreement:
         at = int(difference.argmax())
         if difference[at] > worst.error:
             error = float(difference[at])
-            worst = Agreement(error, i, at + 1, float(mine[at + 1]), float(theirs[at + 1]), error <= tolerance)
+            worst = Agreement(
+                error, i, at + 1, float(mine[at + 1]), float(theirs[at + 1]), error <= tolerance
+            )
     return worst

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protos.headrace.v1 import refit_pb2, rollout_pb2, types_pb2
 from refit_bridge.versions import key_of
@@ -28,6 +28,7 @@ QUARANTINED = refit_pb2.ENGINE_STATE_QUARANTINED
 LOST = refit_pb2.ENGINE_STATE_LOST
 RENDER_ONLY = refit_pb2.ENGINE_STATE_RENDER_ONLY
 RENDER_NAME = "render"
+GRACE_SECONDS = 5.0
 
 
 @dataclass
@@ -35,14 +36,18 @@ class Member:
     """One engine as the bridge knows it; ``seen`` is the monotonic time of its last heartbeat."""
 
     info: rollout_pb2.EngineInfo
-    state: refit_pb2.EngineState
+    state: refit_pb2.EngineState.ValueType
     seen: float
     reason: str = ""
     committed: types_pb2.PolicyVersion | None = None
-    retry_at: float = field(default=0.0)
+    since: float = 0.0
+    """When the state last changed."""
+    retry_at: float = 0.0
+    """Not to be synced again before (time of the event loop)."""
 
     @property
     def engine(self) -> str:
+        """Its id, unique to one life of the process."""
         return self.info.engine
 
 
@@ -55,17 +60,24 @@ class Roster:
         self._clock = clock
         self._changed = asyncio.Condition()
         self._serial = 0
+        self._closed = False
         self._run = ""
         self._committed: types_pb2.PolicyVersion | None = None
         self._log = get_logger("refit")
 
     @property
     def members(self) -> list[Member]:
+        """All engines, in order of registration."""
         return list(self._members.values())
 
     def get(self, engine: str) -> Member | None:
         """The member, if it is still here."""
         return self._members.get(engine)
+
+    def gone(self, engine: str) -> bool:
+        """Whether the engine has left, was replaced, or has stopped its heartbeats."""
+        member = self._members.get(engine)
+        return member is None or member.seen < self._clock() - self._lost_after
 
     async def begin_run(self, run: str, committed: types_pb2.PolicyVersion | None) -> None:
         """A run starts (or the bridge learns of it again): engines count by what they say they hold."""
@@ -89,7 +101,9 @@ class Roster:
         if member is None:
             self._replace_at(info.address, info.engine)
             member = self._members[info.engine] = Member(info, JOINING, self._clock())
-            self._log.info("engine registered", engine=info.engine, address=info.address, engine_name=info.name)
+            self._log.info(
+                "engine registered", engine=info.engine, address=info.address, engine_name=info.name
+            )
         before = (member.info.SerializeToString(deterministic=True), member.state, member.reason)
         member.info, member.seen = info, self._clock()
         if member.state not in (UPDATING, QUARANTINED):
@@ -106,7 +120,7 @@ class Roster:
     async def set_state(
         self,
         engine: str,
-        state: refit_pb2.EngineState,
+        state: refit_pb2.EngineState.ValueType,
         reason: str = "",
         committed: types_pb2.PolicyVersion | None = None,
     ) -> None:
@@ -138,9 +152,16 @@ class Roster:
         seen = -1
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._serial != seen)  # noqa: B023 (read at once)
+                await self._changed.wait_for(lambda: self._serial != seen or self._closed)  # noqa: B023
+                if self._closed:
+                    return
                 seen = self._serial
             yield self.snapshot()
+
+    async def close(self) -> None:
+        """End all watches: the service stops."""
+        self._closed = True
+        await self._notify()
 
     def _settle(self, member: Member) -> None:
         """State by what the engine says of itself."""
@@ -153,17 +174,20 @@ class Roster:
         elif self._committed is not None and _same(held, self._committed):
             member.committed = held
             self._to(member, SERVING, "")
-        elif member.state != SERVING or not _same(member.committed, self._committed):
-            # A heartbeat that left before the commit may still name the old version: SERVING stays.
+        elif not self._just_committed(member):
             self._to(member, JOINING, "waits for the committed version")
-        elif held is None:
-            self._to(member, JOINING, "lost its version")
 
-    def _to(self, member: Member, state: refit_pb2.EngineState, reason: str) -> None:
+    def _just_committed(self, member: Member) -> bool:
+        # A heartbeat that left before the commit still names the old version, or none.
+        holds = member.state == SERVING and _same(member.committed, self._committed)
+        return holds and self._clock() - member.since < GRACE_SECONDS
+
+    def _to(self, member: Member, state: refit_pb2.EngineState.ValueType, reason: str) -> None:
         if member.state != state:
             self._log.info(
                 "engine state", engine=member.engine, state=refit_pb2.EngineState.Name(state), reason=reason
             )
+            member.since = self._clock()
         member.state, member.reason = state, reason
 
     def _replace_at(self, address: str, engine: str) -> None:

@@ -1,7 +1,7 @@
 """Small facts about policy versions.
 
-Invariant: versions of a run are ordered by (incarnation, number); (0, 0) is the base model, which engines load
-from disk and which is never transferred.
+Invariant: versions of a run are ordered by (incarnation, number); (0, 0) is the base model, which engines
+load from disk and which is never transferred.
 """
 
 from __future__ import annotations

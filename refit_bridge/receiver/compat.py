@@ -81,7 +81,7 @@ def packed_modules(model: Any) -> dict[str, list[str]]:
 
 def is_default_loader(parameter: Tensor) -> bool:
     """Whether the parameter is loaded by a plain copy, so that its value must equal the source's."""
-    loader = getattr(parameter, "weight_loader", None)
+    loader: Any = getattr(parameter, "weight_loader", None)
     while hasattr(loader, "__wrapped__"):
         loader = loader.__wrapped__
     return loader is None or getattr(loader, "__name__", "") == "default_weight_loader"

@@ -19,7 +19,7 @@ def reset_expert_kernels(model: Any) -> int:
     """
     count = 0
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and _on_cpu(module):
             method.moe_kernel = None
             count += 1
@@ -39,7 +39,7 @@ def repack_tied_heads(model: Any) -> int:
         weight = getattr(module, "weight", None)
         if not hasattr(module, "cpu_linear") or weight is None or not weight.numel() or not _on_cpu(module):
             continue
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(module)
             count += 1

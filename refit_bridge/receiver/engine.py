@@ -1,7 +1,7 @@
 """vLLM's weight-transfer interface, implemented for our transports (backend ``headrace``).
 
 Invariants
-- A tensor is used only after its checksum has been compared with the sender's; a wrong one is refused by name.
+- A tensor is used only after its checksum was compared with the sender's; a wrong one is refused by name.
 - An update belongs to one generation; data of another is refused.
 - After a failure the model is whole again (old or mixed weights, never the meta device), so that the next
   full cycle can start; that it must not serve meanwhile is the bridge's business.
@@ -149,7 +149,9 @@ class HeadraceWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _current(self) -> _Update:
         if self._update is None:
-            raise Refused("No weight update has begun", where="engine", do="Call headrace_begin_update first.")
+            raise Refused(
+                "No weight update has begun", where="engine", do="Call headrace_begin_update first."
+            )
         return self._update
 
     def _read(self, update: _Update, info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
@@ -178,7 +180,9 @@ def _view(memory: Tensor, spec: TensorSpec, entry: dict[str, Any]) -> Tensor:
     offset, nbytes = int(entry["offset"]), int(entry["nbytes"])
     dtype_number(spec.dtype)
     if nbytes != spec.nbytes or offset < 0 or offset + nbytes > len(memory):
-        raise InvalidInput(f"Tensor {spec.name} does not fit its slice of {nbytes} bytes", where="weight file")
+        raise InvalidInput(
+            f"Tensor {spec.name} does not fit its slice of {nbytes} bytes", where="weight file"
+        )
     raw = memory[offset : offset + nbytes]
     found = checksum(raw.numpy())
     if found != int(entry["checksum"]):

@@ -28,7 +28,8 @@ class RefitExtension:
         one raises Fenced.
         """
         specs = [
-            TensorSpec(str(row["name"]), str(row["dtype"]), tuple(int(n) for n in row["shape"])) for row in plan
+            TensorSpec(str(row["name"]), str(row["dtype"]), tuple(int(n) for n in row["shape"]))
+            for row in plan
         ]
         self._engine().begin(generation, specs)
         # vLLM refuses to start while it believes an update is active, even one that failed in finish.
@@ -36,7 +37,10 @@ class RefitExtension:
         return len(specs)
 
     def headrace_refit_report(self) -> dict[str, Any]:
-        """The image check of the last finished update: checked (count), failures [{name, detail}], unchecked."""
+        """The image check of the last finished update.
+
+        ``checked`` (number of tensors), ``failures`` and ``unchecked`` (lists of {name, detail}).
+        """
         report = self._engine().report
         if report is None:
             raise Refused("No weight update has finished", where="engine", do="Finish an update first.")

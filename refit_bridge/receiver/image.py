@@ -28,7 +28,7 @@ from refit_bridge.receiver.probes import EXACT, ROUNDED, probe_rows
 
 @dataclass
 class Report:
-    """``checked``: number of plan tensors that answered rightly or wrongly. ``unchecked``: name and reason."""
+    """``failures`` and ``unchecked`` give the reason by name; ``names`` are all that were checked."""
 
     names: set[str] = field(default_factory=set)
     failures: dict[str, str] = field(default_factory=dict)
@@ -36,6 +36,7 @@ class Report:
 
     @property
     def checked(self) -> int:
+        """How many tensors answered, rightly or wrongly."""
         return len(self.names)
 
     def ok(self, name: str) -> None:
@@ -87,9 +88,7 @@ class Sources:
         return [f"{prefix}.{part}.{suffix}" if prefix else f"{part}.{suffix}" for part in modules]
 
 
-def check(
-    model: Any, tensors: Mapping[str, Tensor], plan: Sequence[str], *, device: torch.device
-) -> Report:
+def check(model: Any, tensors: Mapping[str, Tensor], plan: Sequence[str], *, device: torch.device) -> Report:
     """Compare every module's answer with ``tensors`` (by checkpoint name); ``plan`` is what had to come."""
     report = Report()
     for name in plan:
@@ -119,9 +118,7 @@ def _check_module(model: Any, name: str, module: Any, sources: Sources, report: 
         _check_product(model, name, module, sources, report)
 
 
-def _check_value(
-    name: str, module: Any, suffix: str, held: Tensor, sources: Sources, report: Report
-) -> None:
+def _check_value(name: str, module: Any, suffix: str, held: Tensor, sources: Sources, report: Report) -> None:
     parts = sources.parts(name, suffix)
     known = isinstance(module, LinearBase | VocabParallelEmbedding) or compat.is_default_loader(held)
     if not held.numel() or not known or not all(part in sources for part in parts):

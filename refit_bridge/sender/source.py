@@ -45,7 +45,7 @@ class TensorSource:
 
 
 class HuggingFaceSource:
-    """A source over a transformers model; the model's in-memory layout is turned back into its checkpoint's."""
+    """A source over a transformers model, whose layout in memory is turned back into its checkpoint's."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -18,7 +18,7 @@ from pathlib import Path
 from refit_bridge.plan import TensorSpec
 from services.runtime.errors import Exhausted, InvalidInput, NotFound
 
-ROOT = Path("/dev/shm")
+ROOT = Path("/dev/shm")  # noqa: S108 (names are random, files are created exclusively)
 ALIGN = 64
 _RUN = re.compile(r"[^A-Za-z0-9_.]+")
 _NAME = re.compile(r"headrace-([A-Za-z0-9_.-]+)-(\d+)-(\d+)-[0-9a-f]{16}")
@@ -84,7 +84,10 @@ def open_existing(name: str, *, root: Path = ROOT) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError as exc:
         raise NotFound(
-            f"Weight file {name} does not exist", where=str(root), do="Stage the version again.", reason="NO_WEIGHTS"
+            f"Weight file {name} does not exist",
+            where=str(root),
+            do="Stage the version again.",
+            reason="NO_WEIGHTS",
         ) from exc
 
 
