@@ -18,7 +18,7 @@ from typing import Any
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
@@ -42,6 +42,7 @@ __all__ = [
 QUEUE_SPANS = 16384
 BATCH_SPANS = 512
 EXPORT_EVERY_MS = 500
+MAX_LINKS = 1 << 17
 
 
 class _CountingProcessor(BatchSpanProcessor):
@@ -60,7 +61,11 @@ class _State:
     def __init__(self, service: str, home: Path | None) -> None:
         ids: IdGenerator = UrandomIds()
         self.provider = TracerProvider(
-            id_generator=ids, resource=Resource({"service.name": service}), shutdown_on_exit=False
+            id_generator=ids,
+            resource=Resource({"service.name": service}),
+            shutdown_on_exit=False,
+            # A train step links to every sample that it used; the SDK's default keeps the first 128.
+            span_limits=SpanLimits(max_links=MAX_LINKS),
         )
         self.exporter: JsonlExporter | None = None
         self.processor: _CountingProcessor | None = None

@@ -74,7 +74,7 @@ def policy_bounds(mask: Tensor, terms: PolicyTerms) -> dict[str, Tensor]:
 
 
 def sequence_errors(previous: Tensor, generation: Tensor, mask: Tensor) -> Tensor:
-    """Mean of exp|l_gen - l_old| over each row's trained tokens: [B, S] -> [B] float64, 0 for an empty row."""
+    """Mean of exp|l_gen - l_old| over a row's trained tokens: [B, S] -> [B] float64, 0 for an empty row."""
     error = torch.exp((generation.double() - previous.double()).abs())
     return torch.where(mask, error, 0.0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 

@@ -35,7 +35,9 @@ _SIDE_FILES = (
 def load_network(name: str, overrides: Mapping[str, Any], device: torch.device) -> Any:
     """The model at ``name`` (directory or Hugging Face id) in FP32 on ``device``, without dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     check_model(name)
     try:
         config = AutoConfig.from_pretrained(name, **dict(overrides))

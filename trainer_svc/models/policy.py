@@ -72,8 +72,10 @@ class Policy(nn.Module):
 
     def _score(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and states.shape[0] == self._chunk:
-            return checkpoint(self._head, states, targets, temperature, use_reentrant=False)  # type:
-            ignore[no-any-return]
+            found: tuple[Tensor, Tensor] = checkpoint(
+                self._head, states, targets, temperature, use_reentrant=False
+            )
+            return found
         return self._head(states, targets, temperature)
 
     def _head(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

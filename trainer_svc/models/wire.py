@@ -54,8 +54,8 @@ class WireScorer:
         if self._copy is None:
             self._copy = copy.deepcopy(self._policy).requires_grad_(requires_grad=False)
             self._copy.autocast_dtype = None
-            # Parameters only: buffers (rotary frequencies, correction biases) keep their own dtype
-            everywhere. for parameter in self._copy.parameters():
+            # Parameters only: buffers (rotary frequencies, correction biases) keep their own dtype.
+            for parameter in self._copy.parameters():
                 parameter.data = parameter.data.to(self._dtype)
         return self._copy
 
