@@ -1,0 +1,1 @@
+"""The rollout room: a light router in front of vLLM engine processes."""

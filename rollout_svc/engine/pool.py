@@ -1,0 +1,91 @@
+"""Keeps one warm worker: starts it, replaces it when it ends or when another run wants it.
+
+Invariants: there is at most one worker; its successor has another engine id and waits for a Setup; restarts
+of workers that never warmed up wait 0.2 s to 5 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from protos.headrace.v1 import rollout_pb2
+from rollout_svc.engine.lines import Assignment
+from rollout_svc.engine.process import WorkerProcess
+from rollout_svc.engine.settings import EngineSettings
+from services.runtime.errors import NotReady
+from services.runtime.logs import get_logger
+
+BACKOFF_SECONDS = (0.2, 5.0)
+
+
+class WorkerPool:
+    """One worker at a time. ``replaced`` is told the engine id of a worker that has ended, and why."""
+
+    def __init__(self, settings: EngineSettings, replaced: Callable[[str, str], None]) -> None:
+        self._settings = settings
+        self._replaced = replaced
+        self._worker: WorkerProcess | None = None
+        self._lock = asyncio.Lock()
+        self._started = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._log = get_logger("engine")
+
+    @property
+    def worker(self) -> WorkerProcess:
+        """The current worker; raises NotReady between two."""
+        if self._worker is None:
+            raise NotReady("The engine's worker is being started", do="Repeat the call.")
+        return self._worker
+
+    async def start(self) -> None:
+        """Start the first worker and the task that keeps one there."""
+        await self._spawn()
+        self._keeper = asyncio.create_task(self._keep(), name="worker keeper")
+
+    async def stop(self) -> None:
+        """End the worker for good."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        if self._worker is not None:
+            await self._worker.stop()
+
+    async def setup(self, assignment: Assignment) -> rollout_pb2.EngineInfo:
+        """The info of a worker that serves ``assignment``; a worker of another run is replaced first."""
+        async with self._lock:
+            worker = self.worker
+            if worker.assignment not in (None, assignment):
+                self._log.info("worker gives way to another run", engine=worker.engine, run=assignment.run)
+                await worker.stop()
+                await self._successor(worker)
+                worker = self.worker
+            waiting = asyncio.ensure_future(worker.assign(assignment))
+            await asyncio.sleep(0)  # the assignment is taken before the lock is free
+        return await waiting
+
+    async def _spawn(self) -> None:
+        worker = WorkerProcess(self._settings)
+        await worker.start()
+        self._worker = worker
+        self._started.set()
+
+    async def _successor(self, former: WorkerProcess) -> None:
+        async with asyncio.timeout(10.0):
+            while self._worker is former or self._worker is None:
+                await self._started.wait()
+
+    async def _keep(self) -> None:
+        failures = 0
+        while True:
+            worker = self.worker
+            await worker.ended.wait()
+            self._worker = None
+            self._started.clear()
+            self._replaced(worker.engine, "its worker has ended")
+            # An assignment that cannot be served ends a warm worker; only one that never warms up backs off.
+            failures = 0 if worker.warm else failures + 1
+            if failures:
+                low, high = BACKOFF_SECONDS
+                await asyncio.sleep(min(high, low * 2.0**failures))
+            await self._spawn()

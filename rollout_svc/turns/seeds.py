@@ -1,0 +1,21 @@
+"""The sampling seed of a turn.
+
+Invariant: it is a function of run seed, group, sample and turn alone, never of the attempt, the engine or
+the batch, so that a repeated turn samples the same tokens. The function is part of the contract: changing it
+changes every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+_FIELDS = struct.Struct("<QQII")
+
+
+def turn_seed(run_seed: int, group: int, sample: int, turn: int) -> int:
+    """A seed in [0, 2^63)."""
+    digest = hashlib.blake2b(
+        _FIELDS.pack(run_seed, group, sample, turn), digest_size=8, person=b"headrace-turn"
+    ).digest()
+    return int.from_bytes(digest, "little") >> 1
