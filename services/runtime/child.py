@@ -17,9 +17,13 @@ from typing import Any
 
 from services.runtime.errors import Internal
 from services.runtime.spawn import wrap
+from services.runtime.sweep import TOKEN_KEY, sweep
+from services.runtime.sweeper import Sweeper
 
 TAIL_BYTES = 4096
 TAIL_LINES = 8
+# gRPC core reads it at import, so it must be set from outside: goodbye messages are no news.
+_QUIET = {"GRPC_VERBOSITY": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,13 @@ class ProcessStatus:
 class Child:
     """State of one process across its restarts."""
 
-    def __init__(self, spec: ProcessSpec) -> None:
+    def __init__(self, spec: ProcessSpec, sweeper: Sweeper) -> None:
         self.spec = spec
+        self._sweeper = sweeper
+        self._lives = 0
         self.ready = False
+        self.was_ready = False
+        """Whether the life that ended last had been ready."""
         self.record: Mapping[str, Any] = {}
         self.restarts = 0
         self.restart_at: float | None = None
@@ -102,17 +110,19 @@ class Child:
         if self.spec.ready_file is not None:
             self.spec.ready_file.unlink(missing_ok=True)
         self.spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._lives += 1
         with self.spec.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 wrap(self.spec.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.spec.env},
+                env={**_QUIET, **os.environ, **self.spec.env, TOKEN_KEY: self._token()},
                 cwd=self.spec.cwd,
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._sweeper.added(self.pid)
         self._started = time.monotonic()
         self.ready = self.spec.ready_file is None
 
@@ -121,7 +131,10 @@ class Child:
         file = self.spec.ready_file
         if file is None or not file.exists():
             return False
-        self.record = json.loads(file.read_bytes())
+        try:
+            self.record = json.loads(file.read_bytes())
+        except ValueError:
+            return False  # a program of somebody else writes it in two steps; the start has its own limit
         self.ready = True
         return True
 
@@ -135,7 +148,6 @@ class Child:
             return False
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             return False
-        self._signal_group(signal.SIGKILL)
         self._finish()
         return True
 
@@ -147,7 +159,6 @@ class Child:
     def kill(self) -> None:
         """SIGKILL the group and reap; no-op when the process has ended."""
         if self._process is not None:
-            self._signal_group(signal.SIGKILL)
             self._finish()
 
     def exits_within(self, seconds: float) -> int:
@@ -177,13 +188,20 @@ class Child:
             text = file.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()]
 
+    def _token(self) -> str:
+        # One per life, so that sweeping after one never touches the next; all begin with the stack's.
+        return f"{self._sweeper.token}:{self.spec.name}:{self._lives};"
+
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def _finish(self) -> None:
         assert self._process is not None, "only a running child is finished"
+        self._signal_group(signal.SIGKILL)
+        sweep(self._token(), {self.pid})
+        self._sweeper.removed(self.pid)
         self.exit_status = self._process.wait(timeout=10)
         self._process = None
-        self.ready = False
+        self.was_ready, self.ready = self.ready, False
         self._exits.append(time.monotonic())

@@ -10,8 +10,9 @@ import json
 import logging
 import sys
 from collections.abc import MutableMapping
+from io import TextIOBase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -49,11 +50,32 @@ def get_logger(name: str = "") -> Any:
     return structlog.get_logger(source=name) if name else structlog.get_logger()
 
 
+class _Lines(TextIOBase):
+    """A stream that counts the lines it could not write (full disk) instead of failing the caller."""
+
+    def __init__(self, inner: TextIO) -> None:
+        self._inner = inner
+        self.lost = 0
+
+    def write(self, text: str, /) -> int:
+        try:
+            return self._inner.write(text)
+        except OSError:
+            self.lost += 1
+            return 0
+
+    def flush(self) -> None:
+        try:
+            self._inner.flush()
+        except OSError:
+            self.lost += 1
+
+
 def _open(file: Path | None) -> TextIO:
     if file is None:
-        return sys.stderr
+        return cast(TextIO, _Lines(sys.stderr))
     file.parent.mkdir(parents=True, exist_ok=True)
-    return file.open("a", buffering=1, encoding="utf-8")
+    return cast(TextIO, _Lines(file.open("a", buffering=1, encoding="utf-8")))
 
 
 def _route_stdlib(stream: TextIO, level: int, shared: list[Any], render: Any) -> None:

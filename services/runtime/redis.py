@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import redis as redis_py
 import redis.asyncio as redis_async
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -29,6 +30,7 @@ from services.runtime.redis_errors import translated
 from services.runtime.redis_scripts import ScriptSet
 from services.runtime.redis_server import check_version, find_server
 from services.runtime.socket_dir import socket_path
+from services.runtime.sweep import TOKEN_KEY
 
 __all__ = ["EmbeddedRedis", "RedisHandle", "ScriptSet", "acquire", "connect", "connect_sync", "ping"]
 
@@ -118,7 +120,7 @@ class EmbeddedRedis:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**_unsupervised(), "PYTHONPATH": path},
                 cwd=self._folder,
                 start_new_session=True,
             )
@@ -144,7 +146,7 @@ def acquire(home: Path, url: str | None = None) -> RedisHandle:
 
 def connect(url: str, **options: Any) -> redis_async.Redis:
     """An asyncio client (bytes in, bytes out). A blocking command must block for less than 15 s."""
-    return redis_async.Redis.from_url(url, **{**_options(), **options})
+    return redis_async.Redis.from_url(url, **{**_options(), "retry": AsyncRetry(NoBackoff(), 0), **options})
 
 
 def connect_sync(url: str, **options: Any) -> redis_py.Redis:
@@ -185,6 +187,11 @@ def _check_external(url: str) -> None:
         raise InvalidInput(
             f"This Redis evicts keys ({policy})", where=url, do="Set maxmemory-policy to noeviction."
         )
+
+
+def _unsupervised() -> dict[str, str]:
+    # The keeper serves other stacks too: it must not be swept with the one that started it.
+    return {key: value for key, value in os.environ.items() if key != TOKEN_KEY}
 
 
 def _wait_for_start(keeper: subprocess.Popen[bytes], folder: Path) -> None:

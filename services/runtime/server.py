@@ -67,11 +67,11 @@ class RunningServer:
         self._loop = asyncio.get_running_loop()
         self._app.attach(self)
         self._register()
-        self.address = self._bind()
-        await self._health.set("", _SERVING)
-        await self._publish(False, "starting")
-        await self._server.start()
         try:
+            self.address = self._bind()
+            await self._health.set("", _SERVING)
+            await self._publish(False, "starting")
+            await self._server.start()
             await self._app.start()
         except BaseException:
             await self._server.stop(0)

@@ -3,8 +3,10 @@
 Invariants
 - Children are spawned from the main thread only (death signals follow the spawning *thread*), each as the
   leader of a session of its own, behind :mod:`services.runtime.spawn`.
-- When a child ends, what is left of its process group is killed *before* the child is reaped: until then
-  its pid, and so its group id, cannot belong to anybody else.
+- When a child ends, what is left of its process group, its session and its token
+  (:mod:`services.runtime.sweep`) is killed *before* the child is reaped: until then its pid, and so its group
+  and session id, cannot belong to anybody else.
+- When the supervisor itself is killed, death signals end its children and the sweeper ends what they leave.
 - Restarts wait 0.2 s to 5 s and are limited; over the limit the whole stack fails, with the last log lines.
 - Exit status 2 means bad input: it is never restarted.
 """
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from services.runtime.child import Child, ProcessEvent, ProcessSpec, ProcessStatus
 from services.runtime.errors import HeadraceError, Internal, InvalidInput, NotFound, NotReady
+from services.runtime.sweeper import Sweeper
 
 __all__ = ["ProcessEvent", "ProcessSpec", "ProcessStatus", "Supervisor"]
 
@@ -39,6 +42,7 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._window = window_seconds
         self._children: dict[str, Child] = {}
+        self._sweeper = Sweeper()
         self._stopping = False
 
     async def start_all(self, specs: Sequence[ProcessSpec]) -> None:
@@ -47,7 +51,7 @@ class Supervisor:
         Raises InvalidInput when a child refuses its input, NotReady when one is not ready in time.
         """
         for spec in specs:
-            child = Child(spec)
+            child = Child(spec, self._sweeper)
             self._children[spec.name] = child
             self._spawn(child)
         started = time.monotonic()
@@ -105,6 +109,7 @@ class Supervisor:
                 await asyncio.sleep(POLL_SECONDS / 2)
             child.kill()
             self._event("stopped", child)
+        self._sweeper.close()
 
     def kill_all(self) -> None:
         """SIGKILL every group at once; for a second signal of the user."""
@@ -112,6 +117,7 @@ class Supervisor:
         for child in self._children.values():
             child.restart_at = None
             child.kill()
+        self._sweeper.close()
 
     def _child(self, name: str) -> Child:
         if name not in self._children:
@@ -145,7 +151,7 @@ class Supervisor:
         if child.exit_status == BAD_INPUT:
             raise InvalidInput(child.last_line() or f"{child.spec.name} refused its input", where=child.where)
         if not child.spec.restart:
-            if not child.ready:
+            if not child.was_ready:
                 raise _ended(child)
             return
         recent = child.exits_within(self._window)

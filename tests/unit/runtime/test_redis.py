@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from services.runtime import redis
 from services.runtime.errors import Exhausted, Internal, InvalidInput, NotReady
 from services.runtime.home import Home
+from services.runtime.redis_errors import translated
 from services.runtime.redis_server import ENV, check_version, find_server
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +55,9 @@ def gone(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def user(home: Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", USER, home], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", USER, home], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("unix://")
     try:
@@ -127,6 +131,22 @@ def test_killed_server_is_restarted_with_its_data(handle: redis.RedisHandle, tmp
     until(lambda: redis.ping(handle.url, 0.5), 5)
     assert client.get("key") == b"value"
     client.close()
+
+
+async def test_asyncio_client_recovers_from_a_restart(handle: redis.RedisHandle, tmp_path: Path) -> None:
+    client = redis.connect(handle.url)
+    await client.set("key", "value")
+    server(tmp_path).kill()
+    end = time.monotonic() + 5
+    while True:
+        try:
+            with translated("test"):
+                assert await client.get("key") in (b"value", None)
+            break
+        except NotReady:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+    await client.aclose()
 
 
 def test_killed_keeper_takes_the_server_along_and_is_replaced(

@@ -21,7 +21,9 @@ from services.runtime.spawn import wrap
 from services.runtime.supervise import ProcessEvent, ProcessSpec, Supervisor
 
 ROOT = Path(__file__).parents[3]
-READY = "import json,os,sys,time; open(sys.argv[1],'w').write(json.dumps({'address':'a:1','pid':os.getpid()}));"
+READY = (
+    "import json,os,sys,time; open(sys.argv[1],'w').write(json.dumps({'address':'a:1','pid':os.getpid()}));"
+)
 
 
 def gone(pid: int) -> bool:
@@ -69,7 +71,7 @@ async def test_killed_process_is_restarted_and_ready_again(tmp_path: Path) -> No
 async def test_crash_loop_fails_the_stack_with_the_log(tmp_path: Path) -> None:
     supervisor = Supervisor(max_restarts=2)
     await supervisor.start_all([spec(tmp_path, "svc", "print('no disk left'); raise SystemExit(7)")])
-    with pytest.raises(Internal, match="ended 3 times.*status 7.*no disk left") as caught:
+    with pytest.raises(Internal, match=r"ended 3 times.*status 7.*no disk left") as caught:
         await polled(supervisor, lambda: False)
     assert caught.value.reason == "CRASH_LOOP"
     await supervisor.stop_all()
@@ -95,7 +97,7 @@ async def test_late_start_names_the_log(tmp_path: Path) -> None:
         ready_file=tmp_path / "never",
         start_timeout=1.0,
     )
-    with pytest.raises(NotReady, match="within 1 s.*loading"):
+    with pytest.raises(NotReady, match=r"within 1 s.*loading"):
         await supervisor.start_all([late])
     pid = supervisor.status()[0].pid
     await supervisor.stop_all()
@@ -131,6 +133,26 @@ async def test_grandchildren_of_a_dead_process_are_swept(tmp_path: Path) -> None
     await supervisor.stop_all()
 
 
+ESCAPED = """
+import subprocess, sys, time
+for session in (True, False):
+    p = subprocess.Popen(["sleep", "60"], start_new_session=session, process_group=None if session else 0)
+    print(p.pid, flush=True)
+time.sleep(60)
+"""
+
+
+async def test_descendants_that_left_group_or_session_are_swept(tmp_path: Path) -> None:
+    supervisor = Supervisor()
+    await supervisor.start_all([ProcessSpec("svc", [sys.executable, "-c", ESCAPED], tmp_path / "log")])
+    until(lambda: len((tmp_path / "log").read_text().split()) == 2)
+    pids = [int(part) for part in (tmp_path / "log").read_text().split()]
+    assert not any(gone(pid) for pid in pids)
+    os.kill(supervisor.status()[0].pid, signal.SIGKILL)
+    await polled(supervisor, lambda: all(gone(pid) for pid in pids), 5)
+    await supervisor.stop_all()
+
+
 async def test_one_off_process(tmp_path: Path) -> None:
     supervisor = Supervisor()
     await supervisor.start_all([spec(tmp_path, "task", "raise SystemExit(3)", restart=False)])
@@ -161,8 +183,9 @@ async def main():
     folder = pathlib.Path(sys.argv[1])
     supervisor = Supervisor()
     await supervisor.start_all([
-        ProcessSpec(name, [sys.executable, "-c", "import time; time.sleep(60)"], folder / name) for name in "ab"
+        ProcessSpec(name, [sys.executable, "-c", sys.argv[2]], folder / name) for name in "ab"
     ])
+    await asyncio.sleep(1)
     print(*[status.pid for status in supervisor.status()], flush=True)
     await supervisor.watch()
 asyncio.run(main())
@@ -171,11 +194,13 @@ asyncio.run(main())
 
 def test_sigkill_of_the_supervisor_leaves_no_child(tmp_path: Path) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, tmp_path, ESCAPED], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
     pids = [int(part) for part in parent.stdout.readline().split()]
-    assert len(pids) == 2
+    for name in "ab":
+        pids += [int(part) for part in (tmp_path / name).read_text().split()]
+    assert len(pids) == 6
     assert not any(gone(pid) for pid in pids)
     parent.kill()
     parent.communicate(timeout=5)
