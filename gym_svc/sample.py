@@ -136,6 +136,8 @@ async def _score(
 
 async def _hand_in(bench: Bench, trajectory: types_pb2.Trajectory) -> bool:
     with tracing.span("append") as span:
+        # The buffer's own span of this trajectory becomes a child of ours.
+        trajectory.trace.traceparent = tracing.current_traceparent()
         try:
             result = await bench.outbox.append(trajectory)
         except HeadraceError as exc:

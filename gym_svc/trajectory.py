@@ -85,7 +85,7 @@ class Tokens:
         if at != tokens or len(rendered.mask) != tokens:
             text = f"{tokens} ids, {len(rendered.mask)} mask entries, segments of {at}"
             raise Corrupt(f"A rendered conversation does not fit: {text}", where="Rollout.Render")
-        self.segments.extend(rendered.segments)
+        self.segments.extend(_unsampled_segment(segment) for segment in rendered.segments)
         self._unsampled(rendered.ids, tokens)
         self.mask += rendered.mask
 
@@ -126,6 +126,15 @@ def column(trajectory: types_pb2.Trajectory, name: str) -> npt.NDArray[np.generi
     dtypes = {types_pb2.DTYPE_INT32: "<i4", types_pb2.DTYPE_FLOAT32: "<f4", types_pb2.DTYPE_UINT8: "u1"}
     found = next(item for item in trajectory.columns if item.name == name)
     return np.frombuffer(found.data, dtype=dtypes[found.dtype]).reshape(tuple(found.shape))
+
+
+def _unsampled_segment(segment: types_pb2.Segment) -> types_pb2.Segment:
+    """A rendered segment; what the assistant says there is data, and no policy has sampled it."""
+    found = types_pb2.Segment()
+    found.CopyFrom(segment)
+    if found.source == _SAMPLED:
+        found.source = types_pb2.SEGMENT_SOURCE_ENVIRONMENT
+    return found
 
 
 def _sampled_tokens(answer: rollout_pb2.TurnResponse) -> int:
