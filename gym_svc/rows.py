@@ -92,7 +92,7 @@ def _refuse_unknown(create: Mapping[str, Any], source: str) -> None:
     for key in create:
         if key in KNOWN_PARAMS:
             continue
-        near = difflib.get_close_matches(key, KNOWN_PARAMS, n=1)
+        near = difflib.get_close_matches(key, KNOWN_PARAMS, n=1, cutoff=0.85)
         hint = f"; did you mean {near[0]}?" if near else "; put it into metadata.extra_body"
         raise bad_row(f"responses_create_params.{key} is not a known parameter{hint}", source)
 

@@ -34,7 +34,8 @@ class RewardApp(ServiceApp, reward_pb2_grpc.RewardsServicer):
 
     def __init__(self, settings: RewardSettings) -> None:
         self._settings = settings
-        self._pool: VerifierPool | None = None
+        self.pool: VerifierPool | None = None
+        """Verifier processes; from start to stop."""
         self._scoring: Scoring | None = None
         self._given: tuple[str, str] | None = None
         self._log = get_logger("reward")
@@ -46,14 +47,14 @@ class RewardApp(ServiceApp, reward_pb2_grpc.RewardsServicer):
 
     async def start(self) -> None:
         """See ServiceApp."""
-        self._pool = VerifierPool(self._settings.workers)
+        self.pool = VerifierPool(self._settings.workers)
 
     async def stop(self) -> None:
         """See ServiceApp."""
-        if self._pool is not None:
-            await self._pool.close()
+        if self.pool is not None:
+            await self.pool.close()
 
-    async def Setup(  # noqa: N802
+    async def Setup(
         self, request: reward_pb2.RewardSetupRequest, context: Any
     ) -> reward_pb2.RewardSetupResponse:
         """Take the verifiers and transforms of ``request.run``; a repeat changes nothing."""
@@ -61,15 +62,15 @@ class RewardApp(ServiceApp, reward_pb2_grpc.RewardsServicer):
             raise InvalidInput("run is empty", where="Rewards.Setup")
         given = (request.run, request.env_json)
         if given != self._given:
-            assert self._pool is not None
+            assert self.pool is not None
             env = parse_env(request.env_json)
             limit = self._settings.time_limit_s
-            self._scoring = Scoring(request.run, env, self._pool, time_limit_s=limit)
+            self._scoring = Scoring(request.run, env, self.pool, time_limit_s=limit)
             self._given = given
             self._log.info("set up", run=request.run)
         return reward_pb2.RewardSetupResponse()
 
-    async def Score(  # noqa: N802
+    async def Score(
         self, request: reward_pb2.ScoreRewardsRequest, context: Any
     ) -> reward_pb2.ScoreRewardsResponse:
         """One result for each item, in order."""
@@ -83,7 +84,7 @@ class RewardApp(ServiceApp, reward_pb2_grpc.RewardsServicer):
         results = await asyncio.gather(*(scoring.score(item, seconds) for item in request.items))
         return reward_pb2.ScoreRewardsResponse(results=results)
 
-    async def ListVerifiers(  # noqa: N802
+    async def ListVerifiers(
         self, request: reward_pb2.ListVerifiersRequest, context: Any
     ) -> reward_pb2.ListVerifiersResponse:
         """The run's verifiers, or the built-in ones before Setup."""

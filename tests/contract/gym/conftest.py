@@ -10,7 +10,7 @@ import types
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -258,7 +258,7 @@ class Doubler:
 
     opened = 0
     closed = 0
-    seeds: list[int] = []
+    seeds: ClassVar[list[int]] = []
 
     def __init__(self, limit: int = 2) -> None:
         type(self).opened += 1
