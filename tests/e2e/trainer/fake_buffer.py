@@ -107,7 +107,7 @@ class FakeBuffer(buffer_pb2_grpc.BufferServicer):
         await self._end.wait()
         await server.stop(0)
 
-    async def Fetch(  # noqa: N802
+    async def Fetch(
         self, request: buffer_pb2.FetchRequest, _: Any
     ) -> AsyncIterator[types_pb2.Chunk]:
         await asyncio.sleep(self.delay)
