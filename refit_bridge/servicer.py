@@ -51,7 +51,7 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
         self._publishes: set[asyncio.Task[refit_pb2.PublishResponse]] = set()
         self.late = LateSync(roster, publisher, lambda: self._state, settings.sync_retry_seconds)
 
-    async def Setup(  # noqa: N802
+    async def Setup(
         self, request: refit_pb2.RefitSetupRequest, context: Context
     ) -> refit_pb2.RefitSetupResponse:
         """Take a run over, or its changed settings; a repeat changes nothing."""
@@ -67,7 +67,7 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
                 await self._begin(request)
         return refit_pb2.RefitSetupResponse()
 
-    async def RegisterEngine(  # noqa: N802
+    async def RegisterEngine(
         self, request: refit_pb2.RegisterEngineRequest, context: Context
     ) -> refit_pb2.RegisterEngineResponse:
         """Registration and heartbeat."""
@@ -76,23 +76,21 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
         await self._roster.register(request.info)
         return refit_pb2.RegisterEngineResponse(heartbeat_s=self._settings.heartbeat_seconds)
 
-    async def DeregisterEngine(  # noqa: N802
+    async def DeregisterEngine(
         self, request: refit_pb2.DeregisterEngineRequest, context: Context
     ) -> refit_pb2.DeregisterEngineResponse:
         """An engine says goodbye."""
         await self._roster.deregister(request.engine, request.reason)
         return refit_pb2.DeregisterEngineResponse()
 
-    async def WatchRoster(  # noqa: N802
+    async def WatchRoster(
         self, request: refit_pb2.WatchRosterRequest, context: Context
     ) -> AsyncIterator[refit_pb2.Roster]:
         """The roster now and after each change, until the caller or the service ends it."""
         async for roster in self._roster.watch():
             yield roster
 
-    async def Publish(  # noqa: N802
-        self, request: refit_pb2.PublishRequest, context: Context
-    ) -> refit_pb2.PublishResponse:
+    async def Publish(self, request: refit_pb2.PublishRequest, context: Context) -> refit_pb2.PublishResponse:
         """Commit a version."""
         state = self._current(request.run)
         await self._fence(state, request.fence.epoch)
@@ -101,7 +99,7 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
         task.add_done_callback(self._publishes.discard)
         return await asyncio.shield(task)
 
-    async def ListVersions(  # noqa: N802
+    async def ListVersions(
         self, request: refit_pb2.ListVersionsRequest, context: Context
     ) -> refit_pb2.ListVersionsResponse:
         """The ledger, newest first; also of runs that have ended."""

@@ -53,15 +53,17 @@ class HuggingFaceSource:
     def __iter__(self) -> Iterator[NamedTensor]:
         buffers = {name for name, _ in self._model.named_buffers()}
         with torch.no_grad():
-            for name, tensor in _distinct(checkpoint_tensors(self._model)):
+            for name, tensor in checkpoint_tensors(self._model).items():
                 yield NamedTensor(name, tensor, tensor.is_floating_point() and name not in buffers)
 
 
 def checkpoint_tensors(model: Any) -> Mapping[str, Tensor]:
-    """The state dict under checkpoint names and shapes (experts apart, prefixes as on disk)."""
+    """The state dict under checkpoint names and shapes (experts apart, prefixes as on disk), each once."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    state = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+    # Before the conversion, which sorts by name and would put a tied lm_head before its embedding.
+    tied = second_names(model)
+    state = {name: _whole(tensor) for name, tensor in model.state_dict().items() if name not in tied}
     reverted: Mapping[str, Tensor] = revert_weight_conversion(model, state)
     return reverted
 
@@ -72,13 +74,14 @@ def _whole(tensor: Tensor) -> Tensor:
     return gathered.detach()
 
 
-def _distinct(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Leave out second names of the same memory: a tied lm_head is the embedding."""
-    seen: set[tuple[Any, ...]] = set()
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            if identity in seen:
-                continue
-            seen.add(identity)
-        yield name, tensor
+def second_names(model: Any) -> set[str]:
+    """Names of parameters that are known under another name: a tied lm_head is the embedding."""
+    declared = set(getattr(model, "all_tied_weights_keys", None) or ())
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    second: set[str] = set()
+    for names in groups.values():
+        # The model says which of the names is the copy; without that it is the later one.
+        second.update(sorted(names, key=lambda name: name in declared)[1:])
+    return second
