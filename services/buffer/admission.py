@@ -1,7 +1,7 @@
 """Which complete groups are trained on: pure rules.
 
-Invariants: a rule looks at one group only and at nothing outside it; only the train book has rules; the order of
-the rules is the order of the reasons that a group with several faults is dropped for.
+Invariants: a rule looks at one group only and at nothing outside it; only the train book has rules; a group
+with several faults is dropped for the first in the order of ``judge``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The admission loop: reads complete groups from the stream, judges them, writes the decisions.
 
-Invariants: any number of replicas read the stream as one consumer group, so each group is judged once; what a dead
-replica has read and not decided is taken over after ``TAKE_OVER_MS``; a decision found in place is left alone.
+Invariants: any number of replicas read the stream as one consumer group, so each group is judged once; what a
+dead replica has read and not decided is taken over after ``TAKE_OVER_MS``; a decision found in place is kept.
 """
 
 from __future__ import annotations

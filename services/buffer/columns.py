@@ -10,7 +10,9 @@ Invariants that hold for every trajectory that passes
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +24,9 @@ LOGPROB_SLACK = 1e-4
 """Rounding may lift the log-probability of a certain token above 0 by this much."""
 
 WIDTHS: dict[int, int] = {
-    types.DTYPE_UINT8: 1, types.DTYPE_INT8: 1, types.DTYPE_INT16: 2, types.DTYPE_INT32: 4, types.DTYPE_INT64: 8,
-    types.DTYPE_FLOAT16: 2, types.DTYPE_BFLOAT16: 2, types.DTYPE_FLOAT32: 4, types.DTYPE_FLOAT64: 8,
+    types.DTYPE_UINT8: 1, types.DTYPE_INT8: 1, types.DTYPE_INT16: 2, types.DTYPE_INT32: 4,
+    types.DTYPE_INT64: 8, types.DTYPE_FLOAT16: 2, types.DTYPE_BFLOAT16: 2, types.DTYPE_FLOAT32: 4,
+    types.DTYPE_FLOAT64: 8,
 }  # fmt: skip
 """Bytes of one element."""
 
@@ -74,7 +77,7 @@ def check(trajectory: types.Trajectory) -> Facts:
     return Facts(tokens, prompt, count, lowest)
 
 
-def _check_columns(columns: list[types.Column]) -> int:
+def _check_columns(columns: Sequence[types.Column]) -> int:
     names = [column.name for column in columns]
     missing = [name for name in REQUIRED if name not in names]
     if missing:
@@ -105,7 +108,7 @@ def _check_column(column: types.Column) -> None:
         )
 
 
-def _tile(segments: list[types.Segment], tokens: int) -> NDArray[np.bool_]:
+def _tile(segments: Sequence[types.Segment], tokens: int) -> NDArray[np.bool_]:
     """Which tokens were sampled, bool [tokens]."""
     sampled = np.zeros(tokens, np.bool_)
     at = 0
@@ -123,7 +126,7 @@ def _tile(segments: list[types.Segment], tokens: int) -> NDArray[np.bool_]:
 
 
 def _check_unsampled(
-    values: dict[str, NDArray[np.generic]], sampled: NDArray[np.bool_], *, supervised: bool
+    values: dict[str, NDArray[Any]], sampled: NDArray[np.bool_], *, supervised: bool
 ) -> None:
     rest = ~sampled
     if np.any(values["logprobs"][rest]):
@@ -140,7 +143,7 @@ def _check_unsampled(
 
 
 def _check_sampled(
-    trajectory: types.Trajectory, values: dict[str, NDArray[np.generic]], sampled: NDArray[np.bool_]
+    trajectory: types.Trajectory, values: dict[str, NDArray[Any]], sampled: NDArray[np.bool_]
 ) -> int:
     logprobs, versions = values["logprobs"][sampled], values["versions"][sampled]
     if not np.all(np.isfinite(logprobs)):

@@ -1,12 +1,13 @@
 """Trajectories on their way to the trainer: payloads and prompts joined again, group by group.
 
-Invariants: groups come in the order asked for; what is not there any more is an error that names the group, never
-a shorter answer; no more than ``BATCH`` groups are in memory at once.
+Invariants: groups come in the order asked for; what is not there any more is an error that names the group,
+never a shorter answer; no more than ``BATCH`` groups are in memory at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -21,7 +22,7 @@ BATCH = 8
 async def fetch(
     redis: Redis, run: str, book: str, ordinals: Sequence[int]
 ) -> AsyncIterator[pb.TrajectoryGroup]:
-    """Yield the finished samples of each group; raises NotFound, and Refused for retired or unfinished groups."""
+    """Yield the finished samples of each group; raises NotFound, and Refused for retired or open ones."""
     for start in range(0, len(ordinals), BATCH):
         part = ordinals[start : start + BATCH]
         records = await _records(redis, run, book, part)
@@ -31,7 +32,8 @@ async def fetch(
             names.append(keys.prompt(run, book, ordinal))
             names += [keys.payload(run, book, ordinal, sample) for sample in samples]
         with translated("buffer, fetch"):
-            values = iter(await redis.mget(names))
+            found: Any = await redis.mget(names)
+        values = iter(found)
         for ordinal, samples in wanted.items():
             prompt = next(values)
             payloads = [next(values) for _ in samples]

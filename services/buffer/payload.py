@@ -1,7 +1,7 @@
 """How a trajectory lies in Redis: checked at append, without the prompt that its group stores once.
 
-Invariants: ``unpack(pack(t, prompt), prompt)`` equals ``t``, its columns byte for byte; a prompt is left out only
-where it can be put back exactly, so a sample whose prompt differs from the group's keeps its own.
+Invariants: ``unpack(pack(t, prompt), prompt)`` equals ``t``, its columns byte for byte; a prompt is left out
+only where it can be put back exactly, so a sample whose prompt differs from the group's keeps its own.
 
 Format: 4 bytes, little-endian: prompt tokens left out; then the serialised Trajectory whose required columns
 start behind them (shapes stay those of the whole sequence).
@@ -42,7 +42,7 @@ def pack(trajectory: types.Trajectory, prompt: bytes) -> bytes:
 def unpack(payload: bytes, prompt: bytes | None) -> types.Trajectory:
     """The whole trajectory; raises Corrupt when its group's prompt is not the one that was left out."""
     (left_out,) = _HEAD.unpack_from(payload)
-    trajectory = types.Trajectory.FromString(memoryview(payload)[_HEAD.size :])
+    trajectory = types.Trajectory.FromString(payload[_HEAD.size :])
     if not left_out:
         return trajectory
     if prompt is None or len(prompt) != 4 * left_out:

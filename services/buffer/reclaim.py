@@ -1,7 +1,8 @@
 """The reclaim loop: claims without a heartbeat go back to the queue, or are given up.
 
-Invariants: the clock is Redis's, so replicas agree; a claim is taken back within a quarter of its timeout after it
-has expired (at most ``LONGEST_PAUSE``); replicas that look at the same moment take each claim back once.
+Invariants: the clock is Redis's, so replicas agree; a claim is taken back within a quarter of its timeout
+after it has expired (at most ``LONGEST_PAUSE``); replicas that look at the same moment take each claim back
+once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Buffer service over gRPC: long polls, spans and frames around the store.
 
-Invariants: a wait ends before the caller's deadline; a run gets upkeep once a call about it has succeeded; each
-appended trajectory has a span of its own, whose parent is the trajectory's trace context (the call's metadata can
-carry only one, and a batch has many).
+Invariants: a wait ends before the caller's deadline; a run gets upkeep once a call about it has succeeded;
+each appended trajectory has a span of its own, whose parent is the trajectory's trace context (the call's
+metadata can carry only one, and a batch has many).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
 
 from protos.headrace.v1 import buffer_pb2 as pb
 from protos.headrace.v1 import types_pb2 as types
@@ -87,7 +88,7 @@ class Buffer(BufferServicer):
     async def Fail(self, request: pb.FailRequest, context: Any) -> pb.FailResponse:
         """Retry or drop samples without a trajectory."""
         runs = _by_run([failure.ref.key.run for failure in request.failures])
-        decisions: dict[int, pb.FailDecision] = {}
+        decisions: dict[int, pb.FailDecision.ValueType] = {}
         for run, places in runs.items():
             found = await self._store.fail(run, [request.failures[at] for at in places])
             decisions.update(zip(places, found, strict=True))
@@ -184,7 +185,7 @@ class Buffer(BufferServicer):
 
 def _span(trajectory: types.Trajectory) -> Any:
     key = trajectory.key
-    attributes = {
+    attributes: dict[str, AttributeValue] = {
         "headrace.run": key.run,
         "headrace.book": key.book,
         "headrace.group": str(key.group),

@@ -1,12 +1,13 @@
 """The controller's side of the books: lease, commit, durability, restore, progress and the end of a book.
 
-Invariants: every call may be repeated; an older epoch changes nothing; long sweeps go step by step or in batches,
-each of them atomic, so that Redis is never held up for long.
+Invariants: every call may be repeated; an older epoch changes nothing; long sweeps go step by step or in
+batches, each of them atomic, so that Redis is never held up for long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from protos.headrace.v1 import buffer_pb2 as pb
 from protos.headrace.v1 import types_pb2 as types
@@ -40,13 +41,13 @@ class Steps:
         return pb.LeaseResponse(manifest=manifest, ready=len(groups))
 
     async def commit(self, run: str, fence: types.Fence) -> tuple[int, int]:
-        """leased -> trained; returns (groups, samples) of the step. Raises Fenced, or Refused when not leased."""
+        """leased -> trained; returns (groups, samples) of the step. Raises Fenced, Refused if not leased."""
         reply = await self._do.call(run, "commit", fence.epoch, fence.step)
         return reply[1], reply[2]
 
     async def mark_durable(self, run: str, fence: types.Fence) -> int:
-        """trained -> durable up to and including ``fence.step``; returns groups of the steps newly covered."""
-        first = min(int(await self._counter(run, keys.TRAIN, "durable")), fence.step)
+        """trained -> durable through ``fence.step``; returns the groups of the steps newly covered."""
+        first = min(await self._counter(run, keys.TRAIN, "durable"), fence.step)
         groups = 0
         for step in range(first, fence.step + 1):
             groups += (await self._do.call(run, "durable", fence.epoch, step))[1]
@@ -57,7 +58,7 @@ class Steps:
 
         Raises Fenced, and Refused when such a step is durable (its trajectories are gone).
         """
-        highest = int(await self._counter(run, keys.TRAIN, "max_step"))
+        highest = await self._counter(run, keys.TRAIN, "max_step")
         groups = 0
         for step in range(completed, max(highest, completed) + 1):
             groups += (await self._do.call(run, "restore", fence.epoch, step, completed))[1]
@@ -77,7 +78,7 @@ class Steps:
         """The cached counts of ``book``; all zero for a book that nobody opened."""
         await self._do.require(run)
         with translated("buffer, progress"):
-            raw = await self._do.redis.hgetall(keys.counters(run, keys.checked_book(book)))
+            raw: Any = await self._do.redis.hgetall(keys.counters(run, keys.checked_book(book)))
         counts = {name.decode(): int(value) for name, value in raw.items()}
         states = {name[6:]: value for name, value in counts.items() if name.startswith("state:") and value}
         return pb.ProgressResponse(
@@ -106,19 +107,21 @@ class Steps:
         """The newest samples that were given up."""
         await self._do.require(run)
         with translated("buffer, dead letters"):
-            entries = await self._do.redis.xrevrange(
+            entries: Any = await self._do.redis.xrevrange(
                 f"{keys.prefix(run)}dead", count=min(limit or DEAD_LETTERS, DEAD_LETTERS)
             )
         return [_dead_letter(run, fields) for _, fields in entries]
 
-    async def _counter(self, run: str, book: str, field: str) -> bytes:
+    async def _counter(self, run: str, book: str, field: str) -> int:
         with translated("buffer"):
-            return await self._do.redis.hget(keys.counters(run, book), field) or b"0"
+            found: Any = await self._do.redis.hget(keys.counters(run, book), field)
+        return int(found or 0)
 
     async def _results(self, run: str, book: str) -> list[pb.SampleResult]:
         redis, results = self._do.redis, []
         with translated("buffer, results"):
-            ordinals = [int(raw) for raw in await redis.zrange(f"{keys.prefix(run)}all:{book}", 0, -1)]
+            members: Any = await redis.zrange(f"{keys.prefix(run)}all:{book}", 0, -1)
+            ordinals = [int(member) for member in members]
             for start in range(0, len(ordinals), BATCH):
                 part = ordinals[start : start + BATCH]
                 pipe = redis.pipeline(transaction=False)

@@ -1,13 +1,14 @@
 """The workers' side of the books: dispatch, claim, heartbeat, append, fail and reclaim over the scripts.
 
-Invariants: Redis holds all state, so any number of replicas may run; a trajectory is checked before anything is
-written; a failed check counts as a data failure of its attempt and never as a reward.
+Invariants: Redis holds all state, so any number of replicas may run; a trajectory is checked before
+anything is written; a failed check counts as a data failure of its attempt and never as a reward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from protos.headrace.v1 import buffer_pb2 as pb
 from protos.headrace.v1 import types_pb2 as types
@@ -60,9 +61,9 @@ class Store:
         """Set the run's budgets and rules; raises InvalidInput when they make no sense."""
         if not request.infrastructure_attempts or not request.data_attempts or request.claim_timeout_s <= 0:
             raise InvalidInput(
-                "Attempts and claim timeout must be positive", where="infrastructure_attempts, data_attempts, "
-                "claim_timeout_s",
-            )  # fmt: skip
+                "Attempts and claim timeout must be positive",
+                where="infrastructure_attempts, data_attempts, claim_timeout_s",
+            )
         await self._do.call(
             request.run,
             "setup",
@@ -119,7 +120,7 @@ class Store:
                 results[checked.at].message = "this attempt was never handed out"
         return results
 
-    async def fail(self, run: str, failures: Sequence[pb.FailedSample]) -> list[pb.FailDecision]:
+    async def fail(self, run: str, failures: Sequence[pb.FailedSample]) -> list[pb.FailDecision.ValueType]:
         """Decide about samples that ended without a trajectory. Raises InvalidInput for a usable outcome."""
         found = []
         for failure in failures:
@@ -153,7 +154,7 @@ class Store:
         """The prompt that each group has, or has now."""
         offered = {(item.trajectory.key.book, item.trajectory.key.group): item.prompt for item in sound}
         wanted = [(where, prompt) for where, prompt in offered.items() if prompt]
-        found = {where: b"" for where in offered}
+        found = dict.fromkeys(offered, b"")
         if wanted:
             args = [part for (book, group), prompt in wanted for part in (book, group, prompt)]
             _, *prompts = await self._do.call(run, "prompt", *args)
@@ -174,7 +175,7 @@ class Store:
 
     async def _fail(
         self, run: str, failures: Sequence[tuple[pb.FailedSample, tuple[str, str]]]
-    ) -> list[pb.FailDecision]:
+    ) -> list[pb.FailDecision.ValueType]:
         args: list[Argument] = []
         for failure, (kind, reason) in failures:
             args += _address(failure.ref.key, failure.ref.attempt)
@@ -187,16 +188,16 @@ def _address(key: types.SampleKey, attempt: int) -> list[Argument]:
     return [keys.checked_book(key.book), key.group, key.sample, attempt]
 
 
-def _work(run: str, spec: pb.GroupSpec, claim: list[bytes | int]) -> pb.Work:
+def _work(run: str, spec: pb.GroupSpec, claim: list[Any]) -> pb.Work:
     _, book, ordinal, sample, attempt, queued, trace = claim
     return pb.Work(
-        key=types.SampleKey(run=run, book=bytes(book).decode(), group=int(ordinal), sample=int(sample)),  # type: ignore[arg-type]
-        attempt=int(attempt),
+        key=types.SampleKey(run=run, book=book.decode(), group=int(ordinal), sample=sample),
+        attempt=attempt,
         row_json=spec.row_json,
         row_source=spec.row_source,
         sampling=spec.sampling,
         run_seed=spec.run_seed,
-        trace=types.TraceContext.FromString(bytes(trace)),  # type: ignore[arg-type]
+        trace=types.TraceContext.FromString(trace),
         agent=spec.agent,
         queued_ns=int(queued),
     )

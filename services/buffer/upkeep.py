@@ -1,7 +1,8 @@
 """What a replica does for its runs without being asked: admission and reclaim.
 
-Invariants: a run has upkeep from the first call that names it until ``IDLE_SECONDS`` after the last one; a Redis
-that does not answer pauses the loops and never ends them; loops of several replicas do not get in each other's way.
+Invariants: a run has upkeep from the first call that names it until ``IDLE_SECONDS`` after the last one; a
+Redis that does not answer pauses the loops and never ends them; loops of several replicas do not get in
+each other's way.
 """
 
 from __future__ import annotations

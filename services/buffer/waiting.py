@@ -1,6 +1,7 @@
 """Long polls: woken by this replica's own changes, and by a short poll for those of the others.
 
-Invariants: every wait ends by its deadline; a change between the look and the wait is not missed; nobody spins.
+Invariants: every wait ends by its deadline; a change between the look and the wait is not missed; nobody
+spins.
 """
 
 from __future__ import annotations

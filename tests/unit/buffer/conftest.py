@@ -30,7 +30,7 @@ class RedisServer:
 
     def start(self) -> None:
         argv = [str(find_server()), "--port", "0", "--unixsocket", f"{self.folder}/r.sock", "--save", ""]
-        argv += ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(self.folder)]
+        argv += ["--appendonly", "yes", "--appendfsync", "everysec", "--dir", str(self.folder)]
         self.process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
         for _ in range(200):
             if ping(self.url, 0.2):
