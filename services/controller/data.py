@@ -76,4 +76,6 @@ def agent_of(row: Row, default: str | None, *, supervised: bool) -> types_pb2.Ag
     ref = None if supervised else json.loads(row.json).get("agent_ref")
     if isinstance(ref, dict) and ref.get("name"):
         return types_pb2.AgentRef(type=str(ref.get("type", AGENT_TYPE)), name=str(ref["name"]))
-    return types_pb2.AgentRef(type=AGENT_TYPE, name=default or ("supervised" if supervised else "single_turn"))
+    return types_pb2.AgentRef(
+        type=AGENT_TYPE, name=default or ("supervised" if supervised else "single_turn")
+    )

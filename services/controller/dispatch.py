@@ -125,8 +125,14 @@ class Dispatcher:
         )
 
     def _root(self, book: str, step: int, group: int, sample: int) -> types_pb2.TraceContext:
-        attributes = {"headrace.run": self._ctx.run, "headrace.group": str(group), "headrace.sample": str(sample)}
+        attributes = {
+            "headrace.run": self._ctx.run,
+            "headrace.group": str(group),
+            "headrace.sample": str(sample),
+        }
         with tracing.span(
-            "dispatch", parent=Context(), attributes={**attributes, "headrace.book": book, "headrace.step": step}
+            "dispatch",
+            parent=Context(),
+            attributes={**attributes, "headrace.book": book, "headrace.step": step},
         ):
             return types_pb2.TraceContext(traceparent=tracing.current_traceparent() or "")

@@ -73,7 +73,9 @@ class StepLoop:
                 if failures > self._ctx.recipe.stack.max_restarts:
                     raise
                 log.warning("a life of the step loop ended", error=str(exc), failures=failures)
-                await self._store.emit(self._ctx.run, "log", f"recovering: {exc}", step=self._progress.completed)
+                await self._store.emit(
+                    self._ctx.run, "log", f"recovering: {exc}", step=self._progress.completed
+                )
                 await asyncio.sleep(LIFE_PAUSE_S)
 
     async def _life(self) -> None:
@@ -207,7 +209,8 @@ def batch_metrics(manifest: buffer_pb2.Manifest) -> dict[str, float]:
     out = {
         "total_num_tokens": float(sum(s.tokens for s in samples)),
         "mean_gen_tokens_per_sample": sum(s.sampled_tokens for s in samples) / max(1, len(samples)),
-        "truncation_rate": sum(s.outcome == types_pb2.OUTCOME_TRUNCATED for s in samples) / max(1, len(samples)),
+        "truncation_rate": sum(s.outcome == types_pb2.OUTCOME_TRUNCATED for s in samples)
+        / max(1, len(samples)),
     }
     if rewards:
         out["reward"] = sum(rewards) / len(rewards)

@@ -15,8 +15,19 @@ from typing import Any
 import numpy as np
 
 from protos.headrace.v1 import (
-    buffer_pb2, buffer_pb2_grpc, gym_pb2, gym_pb2_grpc, refit_pb2, refit_pb2_grpc, reward_pb2,
-    reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2,
+    buffer_pb2,
+    buffer_pb2_grpc,
+    gym_pb2,
+    gym_pb2_grpc,
+    refit_pb2,
+    refit_pb2_grpc,
+    reward_pb2,
+    reward_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    types_pb2,
 )  # fmt: skip
 from services.controller.settings import ControllerSettings
 from services.recipe import Recipe

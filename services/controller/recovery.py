@@ -78,9 +78,7 @@ class Recovery:
         steps = state.completed_steps
         self._progress.incarnation += 1
         answer = await self._peers.buffer.Restore(
-            buffer_pb2.RestoreRequest(
-                run=self._ctx.run, fence=self._ctx.fence(steps), completed_steps=steps
-            )
+            buffer_pb2.RestoreRequest(run=self._ctx.run, fence=self._ctx.fence(steps), completed_steps=steps)
         )
         await self._validator.abandon()
         text = f"trainer restored to step {steps}; {answer.groups} groups go back for their steps"

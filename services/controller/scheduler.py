@@ -25,10 +25,10 @@ from services.controller.loop import StepLoop
 from services.controller.peers import Peers, RunContext
 from services.controller.progress import Progress
 from services.controller.settings import ControllerSettings
-from services.controller.store import LEASE_MS, RunStore
+from services.controller.store import LEASE_MS, RunStore, status_name
 from services.controller.validation import Validator
 from services.recipe import Recipe
-from services.runtime.errors import Fenced, HeadraceError, InvalidInput
+from services.runtime.errors import Fenced, HeadraceError, InvalidInput, NotFound
 from services.runtime.home import Home
 from services.runtime.logs import bind_ids, get_logger
 
@@ -205,9 +205,11 @@ class Scheduler:
         try:
             await summary.write(self.store, self._client, paths)
             await seal(self._client, run, paths.ledger)
+        except NotFound:
+            log.info("the run never reached the buffer: there is no ledger to seal")
         except (HeadraceError, redis_py.RedisError, OSError) as exc:
             log.exception("the run's record could not be sealed", error=str(exc))
-        await self.store.emit(run, "status", summary.status_name(status) + (f": {error}" if error else ""))
+        await self.store.emit(run, "status", status_name(status) + (f": {error}" if error else ""))
 
     async def _close_open(self, run: str, reason: str) -> None:
         assert self._peers is not None

@@ -70,14 +70,21 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
     async def _resume(self, run: str, known: dict[str, str], recipe_json: str) -> runs_pb2.Run:
         """The same id again: a run that has not completed goes on; another recipe is refused."""
         if recipe_json and json.loads(recipe_json) != json.loads(known["recipe"]):
-            raise Conflict(f"Run {run} exists with another recipe", do="Submit without a run id for a new run.")
+            raise Conflict(
+                f"Run {run} exists with another recipe", do="Submit without a run id for a new run."
+            )
         status = int(known["status"])
         if status in TERMINAL:
             if status == runs_pb2.RUN_STATUS_COMPLETED:
                 return await self._store.get(run)
             summary.summary_path(Home(self._settings.home).run(run)).unlink(missing_ok=True)
         await self._store.update(
-            run, status=runs_pb2.RUN_STATUS_QUEUED, stack=self._settings.stack, error="", cancel="", ended_ns=0
+            run,
+            status=runs_pb2.RUN_STATUS_QUEUED,
+            stack=self._settings.stack,
+            error="",
+            cancel="",
+            ended_ns=0,
         )
         await self._store.emit(run, "status", "resumed")
         return await self._store.get(run)
@@ -94,7 +101,7 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         self, request: runs_pb2.ListRunsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> runs_pb2.ListRunsResponse:
         """The newest runs first."""
-        return runs_pb2.ListRunsResponse(runs=await self._store.list(request.limit or 50))
+        return runs_pb2.ListRunsResponse(runs=await self._store.newest(request.limit or 50))
 
     async def Watch(
         self, request: runs_pb2.WatchRunRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -27,7 +27,7 @@ TERMINAL = frozenset(
 
 
 def status_name(status: int) -> str:
-    """"running" for RUN_STATUS_RUNNING."""
+    """ "running" for RUN_STATUS_RUNNING."""
     return runs_pb2.RunStatus.Name(runs_pb2.RunStatus.ValueType(status)).removeprefix("RUN_STATUS_").lower()
 
 
@@ -53,7 +53,7 @@ class RunStore:
     def key(run: str, name: str) -> str:
         return f"hr:{{{run}}}:{name}"
 
-    async def _script(self, name: str, keys: list[str], args: list[str | int]) -> Any:
+    async def _script(self, name: str, keys: list[str], args: list[str | int | bytes]) -> Any:
         return await self._scripts.call(self._redis, name, keys, args)
 
     # -- run records ------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class RunStore:
         await self._redis.hset(self.key(run, "run"), mapping={"created_ns": now, **fields})
         await self._redis.zadd(RUNS_KEY, {run: now / 1e9})
 
-    async def update(self, run: str, **fields: str | int | float) -> None:
+    async def update(self, run: str, **fields: str | float) -> None:
         await self._redis.hset(self.key(run, "run"), mapping=fields)
 
     async def fields(self, run: str) -> dict[str, str]:
@@ -79,7 +79,7 @@ class RunStore:
             raise NotFound(f"There is no run {run!r}", do="List runs with `headrace runs list`.")
         return run_message(run, fields)
 
-    async def list(self, limit: int) -> list[runs_pb2.Run]:
+    async def newest(self, limit: int) -> list[runs_pb2.Run]:
         """The newest runs first."""
         names = await self._redis.zrevrange(RUNS_KEY, 0, max(0, limit - 1))
         found = []
@@ -119,7 +119,7 @@ class RunStore:
         raw = await self._redis.hgetall(self.key(run, "journal"))
         return {k.decode(): v.decode() for k, v in raw.items()}
 
-    async def write_journal(self, run: str, **fields: str | int | float) -> None:
+    async def write_journal(self, run: str, **fields: str | float) -> None:
         await self._redis.hset(self.key(run, "journal"), mapping=fields)
 
     async def draw(self, run: str, name: str, count: int) -> Draw:

@@ -15,6 +15,7 @@ from services.buffer.audit import audit_store
 from services.controller.store import RunStore, status_name
 from services.controller.timing import total
 from services.runtime import redis
+from services.runtime.errors import NotFound
 from services.runtime.home import Home, RunPaths, write_atomic
 
 TRAIN_BOOK = "train"
@@ -46,7 +47,7 @@ async def build(store: RunStore, client: Any, run: str) -> dict[str, Any]:
         "metrics": metric_means(list(steps.values())),
         "metrics_last": steps[max(steps)]["metrics"] if steps else {},
         "engine": json.loads(fields.get("engine", "{}")),
-        "ledger": ledger_view(await audit_store(client, run)),
+        "ledger": await ledger_view(client, run),
         "timing": {k: round(v, 3) for k, v in timing.items()},
         "throughput": throughput(list(steps.values()), timing),
         "incarnation": int(journal.get("incarnation", "0")),
@@ -92,12 +93,17 @@ def _fold(name: str, values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def ledger_view(audit: runs_pb2.AuditResponse) -> dict[str, Any]:
-    """The training book in groups, and the same in samples."""
+async def ledger_view(client: Any, run: str) -> dict[str, Any]:
+    """The training book in groups, and the same in samples; empty for a run that never reached the buffer."""
+    empty = {"dispatched": 0, "trained": 0, "dropped": {}, "open": 0}
+    try:
+        audit = await audit_store(client, run)
+    except NotFound:
+        return {**empty, "balanced": True}
     for book in audit.books:
         if book.book == TRAIN_BOOK:
             return {**_counts(book.groups), "samples": _counts(book.samples), "balanced": audit.balanced}
-    return {"dispatched": 0, "trained": 0, "dropped": {}, "open": 0, "balanced": audit.balanced}
+    return {**empty, "balanced": audit.balanced}
 
 
 def _counts(counts: Any) -> dict[str, Any]:

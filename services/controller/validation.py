@@ -61,9 +61,7 @@ class Validator:
         agent = source.agent if source else None
         await self._dispatcher.open(book, completed, rows, samples, validation_sampling(self._ctx), agent)
         await self._wait(book)
-        closed = await self._peers.buffer.CloseBook(
-            buffer_pb2.CloseBookRequest(run=self._ctx.run, book=book)
-        )
+        closed = await self._peers.buffer.CloseBook(buffer_pb2.CloseBookRequest(run=self._ctx.run, book=book))
         record = summarise(closed, samples) | {"step": completed, "seconds": time.monotonic() - began}
         await self._store.put_validation(self._ctx.run, completed, record)
         await self._store.write_journal(self._ctx.run, validating="")
