@@ -119,6 +119,7 @@ class Session:
             process=process,
             device=str(self.learner.device),
             parameters=self.learner.parameters,
+            vocab_size=self.learner.policy.vocab_size,
         )
         if self.checkpointed_steps is not None:
             state.checkpointed_steps = self.checkpointed_steps

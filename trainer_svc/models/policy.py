@@ -39,7 +39,8 @@ class Policy(nn.Module):
         self.autocast_dtype: torch.dtype | None = None
         text = network.config.get_text_config()
         self._whole_head = any(getattr(text, name, None) not in (None, 1, 1.0) for name in _LOGIT_TRANSFORMS)
-        self._chunk = chunk_tokens or max(1, CHUNK_ELEMENTS // int(text.vocab_size))
+        self.vocab_size = int(text.vocab_size)
+        self._chunk = chunk_tokens or max(1, CHUNK_ELEMENTS // self.vocab_size)
 
     @property
     def device(self) -> torch.device:
