@@ -129,8 +129,6 @@ class Stack:
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
         found = {"HEADRACE_HOME": str(self._home.root), "PYTHONPATH": path}
         found.update({service.prefix + key: value for key, value in settings.items()})
-        if service.name == "trainer" and stack.threads.trainer is not None:
-            found["OMP_NUM_THREADS"] = str(stack.threads.trainer)
         return found
 
     def _own_settings(self, service: Service) -> dict[str, str]:
@@ -151,6 +149,8 @@ class Stack:
             found["WORKERS"] = str(stack.reward_workers)
         elif name == "trainer":
             found["NPROC"] = str(stack.trainer_processes)
+            if stack.threads.trainer is not None:
+                found["THREADS"] = str(stack.threads.trainer)
         return found
 
     def _addresses(self, service: str) -> str:

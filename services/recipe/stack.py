@@ -49,7 +49,7 @@ class Stack(Section):
     trainer_processes: Positive = 1
     """Ranks of the trainer's torchrun job."""
     threads: Threads = Threads()
-    gym_concurrency: Positive = 256
+    gym_concurrency: Positive = 128
     """Samples in flight in one gym worker."""
     reward_workers: Positive = 1
     """Killable processes for CPU-heavy verifiers."""
