@@ -1,7 +1,7 @@
-"""Drives one real vLLM engine through refits and prints one JSON object per line: what happened in each scenario.
+"""Drives one real vLLM engine through refits and prints one JSON object for each scenario.
 
-Run as ``python driver.py KIND DIRECTORY`` with KIND tied, untied or moe. A process of its own, because vLLM
-wants its environment before its import and forks its core.
+Run as ``python -m tests.e2e.refit.driver KIND DIRECTORY [DTYPE]``; KIND is tied, untied, moe or bias. A process
+of its own, because vLLM wants its environment before its import and forks its core.
 """
 
 from __future__ import annotations
@@ -20,23 +20,34 @@ import torch
 
 torch.set_num_threads(1)
 
-from refit_bridge.sender import HuggingFaceSource, ShmSender, TensorSource
+from refit_bridge.sender import HuggingFaceSource, ShmSender, TensorSource  # noqa: E402
 
 PROMPT = [5, 6, 7, 8, 9] * 10
 
 
 def build(kind: str, directory: str):
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )  # fmt: skip
 
     torch.manual_seed(0)
-    common = dict(
-        vocab_size=272, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=kind == "tied",
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+    common = {
+        "vocab_size": 272, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+        "tie_word_embeddings": kind == "tied", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    experts = {
+        "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    }  # fmt: skip
     if kind == "moe":
-        config = Qwen3MoeConfig(**common, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
-        model = Qwen3MoeForCausalLM(config)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts))
+    elif kind == "bias":
+        model = Qwen2ForCausalLM(Qwen2Config(**common))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     model.float().eval().save_pretrained(directory)
@@ -49,19 +60,21 @@ def register_model(kind: str) -> None:
 
     if kind == "moe":
         from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM as Model
+    elif kind == "bias":
+        from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM as Model
     else:
         from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM as Model
     ModelRegistry.register_model(Model.__name__, Model)
 
 
-def start_engine(kind: str, directory: str):
+def start_engine(kind: str, directory: str, dtype: str):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
     register_model(kind)
     config = AsyncEngineArgs(
-        model=directory, skip_tokenizer_init=True, dtype="float32", max_model_len=128, enforce_eager=True,
+        model=directory, skip_tokenizer_init=True, dtype=dtype, max_model_len=128, enforce_eager=True,
         max_num_seqs=4, kv_cache_memory_bytes=16 << 20, block_size=32, disable_log_stats=True,
         weight_transfer_config={"backend": "headrace"},
         worker_extension_cls="tests.e2e.refit.worker_ext.ToggleExtension",
@@ -75,9 +88,10 @@ def start_engine(kind: str, directory: str):
 class Bench:
     """One engine, one model that plays the trainer, one sender."""
 
-    def __init__(self, kind: str, directory: str) -> None:
+    def __init__(self, kind: str, directory: str, dtype: str) -> None:
         self.model = build(kind, directory)
-        self.engine = start_engine(kind, directory)
+        self.engine = start_engine(kind, directory, dtype)
+        self.wire = getattr(torch, dtype)
         self.sender = ShmSender(f"e2e-{kind}-{os.getpid()}", chunk_bytes=50_000)
         self.number = 0
         self.requests = 0
@@ -89,23 +103,33 @@ class Bench:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * amount)
 
     async def refit(self, staged=None, *, edit=None, skip=()) -> dict:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+        from vllm.distributed.weight_transfer.base import (
+            WeightTransferInitRequest,
+            WeightTransferUpdateRequest,
+        )
 
         self.number += 1
         if staged is None:
-            staged = self.sender.stage(0, self.number, HuggingFaceSource(self.model), torch.float32)
+            staged = self.sender.stage(0, self.number, HuggingFaceSource(self.model), self.wire)
         specs = {spec.name: spec for spec in staged.plan}
-        plan = [dict(name=s.name, dtype=s.dtype, shape=list(s.shape)) for s in staged.plan]
+        plan = [{"name": s.name, "dtype": s.dtype, "shape": list(s.shape)} for s in staged.plan]
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await self.engine.collective_rpc("headrace_begin_update", args=(self.number, plan))
         await self.engine.start_weight_update()
         for chunk in staged.chunks:
             slices = [
-                dict(name=s.name, dtype=specs[s.name].dtype, shape=list(specs[s.name].shape), offset=s.offset,
-                     nbytes=s.nbytes, checksum=s.checksum)
-                for s in chunk if s.name not in skip
-            ]  # fmt: skip
+                {
+                    "name": s.name,
+                    "dtype": specs[s.name].dtype,
+                    "shape": list(specs[s.name].shape),
+                    "offset": s.offset,
+                    "nbytes": s.nbytes,
+                    "checksum": s.checksum,
+                }
+                for s in chunk
+                if s.name not in skip
+            ]
             if edit:
                 edit(slices)
             info = {"generation": self.number, "shm_name": staged.shm_name, "slices": slices}
@@ -123,11 +147,12 @@ class Bench:
         from vllm import SamplingParams
 
         self.requests += 1
-        parameters = SamplingParams(max_tokens=16, temperature=1.0, logprobs=0, ignore_eos=True, seed=0, detokenize=False)
+        parameters = SamplingParams(
+            max_tokens=16, temperature=1.0, logprobs=0, ignore_eos=True, seed=0, detokenize=False
+        )
         prompt = {"prompt_token_ids": PROMPT}
-        async for output in self.engine.generate(prompt, parameters, str(self.requests)):
-            pass
-        got = output.outputs[0]
+        outputs = [o async for o in self.engine.generate(prompt, parameters, str(self.requests))]
+        got = outputs[-1].outputs[0]
         ids = list(got.token_ids)
         with torch.no_grad():
             expected = self.model(torch.tensor([PROMPT + ids])).logits[0].log_softmax(-1)
@@ -145,7 +170,8 @@ async def good(bench: Bench) -> None:
         bench.train()
         before = await bench.difference()
         report = await bench.refit()
-        tell(step, before=before, difference=await bench.difference(), names=len(bench.sender.get(0, bench.number).plan), **report)
+        names = len(bench.sender.get(0, bench.number).plan)
+        tell(step, before=before, difference=await bench.difference(), names=names, **report)
     bench.train(1e-6)
     report = await bench.refit()
     tell("small_step", difference=await bench.difference(), **report)
@@ -173,7 +199,8 @@ async def refused(bench: Bench) -> None:
     report = await bench.refit(bench.sender.stage(9, 1, TensorSource(tensors), torch.float32))
     tell("missing_in_plan", **report)
     tensors["model.nope.weight"] = torch.zeros(2)
-    tell("unknown", error=await attempt(bench, bench.sender.stage(9, 2, TensorSource(tensors), torch.float32)))
+    unknown = bench.sender.stage(9, 2, TensorSource(tensors), torch.float32)
+    tell("unknown", error=await attempt(bench, unknown))
     tell("after_unknown", **await bench.refit(), difference=await bench.difference())
 
 
@@ -199,8 +226,8 @@ def _damage(slices: list[dict]) -> None:
             entry["checksum"] ^= 1
 
 
-async def main(kind: str, directory: str) -> None:
-    bench = Bench(kind, directory)
+async def main(kind: str, directory: str, dtype: str = "float32") -> None:
+    bench = Bench(kind, directory, dtype)
     try:
         await good(bench)
         if kind == "tied":
@@ -217,4 +244,4 @@ async def main(kind: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(*sys.argv[1:]))

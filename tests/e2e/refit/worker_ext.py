@@ -1,4 +1,4 @@
-"""The worker extension of these tests: takes a work-around away inside the engine's worker, and gives it back."""
+"""The worker extension of these tests: takes a work-around away inside the engine, and gives it back."""
 
 from __future__ import annotations
 
