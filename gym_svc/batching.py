@@ -66,6 +66,10 @@ class Batcher(Generic[Item, Result]):
             results = await self._flush([item for item, _ in batch])
             if len(results) != len(batch):
                 raise RuntimeError(f"{len(batch)} items got {len(results)} results")
+        except asyncio.CancelledError:
+            for _, future in batch:
+                future.cancel()
+            raise
         except Exception as exc:  # noqa: BLE001 (handed to every caller)
             for _, future in batch:
                 if not future.done():

@@ -94,8 +94,9 @@ async def beat(
         request = buffer_pb2.HeartbeatRequest(run=run, worker=worker, claims=refs)
         try:
             answer = await stub.Heartbeat(request, timeout=max(1.0, 2 * every))
-        except HeadraceError as exc:
-            log.warning("heartbeat failed", error=str(exc), claims=len(refs))
+        except Exception as exc:
+            unexpected = None if isinstance(exc, HeadraceError) else exc
+            log.warning("heartbeat failed", error=str(exc), claims=len(refs), exc_info=unexpected)
             continue
         lost = sum(held.lose(ref) for ref in answer.lost)
         if lost:

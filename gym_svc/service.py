@@ -65,7 +65,7 @@ class GymApp(ServiceApp, gym_pb2_grpc.GymServicer):
         """See ServiceApp."""
         await rpc.close_channels()
 
-    async def Setup(self, request: gym_pb2.GymSetupRequest, context: Any) -> gym_pb2.GymSetupResponse:  # noqa: N802
+    async def Setup(self, request: gym_pb2.GymSetupRequest, context: Any) -> gym_pb2.GymSetupResponse:
         """Start claiming samples of ``request.run``."""
         if not request.run:
             raise InvalidInput("run is empty", where="Gym.Setup")
@@ -80,14 +80,14 @@ class GymApp(ServiceApp, gym_pb2_grpc.GymServicer):
             names = self._worker.planner.environments
         return gym_pb2.GymSetupResponse(agents=sorted(AGENTS), environments=names)
 
-    async def Release(self, request: gym_pb2.GymReleaseRequest, context: Any) -> gym_pb2.GymReleaseResponse:  # noqa: N802
+    async def Release(self, request: gym_pb2.GymReleaseRequest, context: Any) -> gym_pb2.GymReleaseResponse:
         """Stop claiming samples of ``request.run``; of another run there is nothing to stop."""
         async with self._change:
             if self._worker is not None and self._worker.run == request.run:
                 await self._end(RELEASE_DRAIN_S)
         return gym_pb2.GymReleaseResponse()
 
-    async def Status(self, request: gym_pb2.GymStatusRequest, context: Any) -> gym_pb2.GymStatusResponse:  # noqa: N802
+    async def Status(self, request: gym_pb2.GymStatusRequest, context: Any) -> gym_pb2.GymStatusResponse:
         """What this worker does now."""
         worker = self._worker
         if worker is None:

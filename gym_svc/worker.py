@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from gym_svc.clients import Policy, Scorer
@@ -75,12 +76,13 @@ class Worker:
 
     async def stop(self, drain_seconds: float) -> None:
         """Stop claiming; finish what is in flight within ``drain_seconds``, then give back."""
+        end = time.monotonic() + drain_seconds
         self._stopping.set()
         self._held.changed.set()
         if self._loop is not None:
             await asyncio.wait([self._loop], timeout=CLAIM_WAIT_S + 2)
             self._loop.cancel()
-        if not await self._held.wait_idle(drain_seconds):
+        if not await self._held.wait_idle(max(0.0, end - time.monotonic())):
             await self._give_back()
         if self._beats is not None:
             self._beats.cancel()
@@ -105,7 +107,7 @@ class Worker:
             )
             try:
                 answer = await self._stubs.buffer.Claim(request)
-            except HeadraceError as exc:
+            except Exception as exc:  # noqa: BLE001 (whatever happens to a claim, the worker goes on)
                 await self._after_failed_claim(exc, failures)
                 failures += 1
                 continue
@@ -122,9 +124,10 @@ class Worker:
             await asyncio.sleep(GATHER_S)
         return max(1, self.concurrency - len(self._held))
 
-    async def _after_failed_claim(self, exc: HeadraceError, failures: int) -> None:
+    async def _after_failed_claim(self, exc: Exception, failures: int) -> None:
         if failures == 0:
-            self._log.warning("claim failed", error=str(exc))
+            unexpected = None if isinstance(exc, HeadraceError) else exc
+            self._log.warning("claim failed", error=str(exc), exc_info=unexpected)
         await asyncio.sleep(max(0.05, backoff(failures)))
 
     async def _work_on(self, work: buffer_pb2.Work) -> None:

@@ -302,5 +302,10 @@ def doubler(monkeypatch: pytest.MonkeyPatch) -> type[Doubler]:
 
 @pytest.fixture
 def make() -> Any:
-    """Builders: ``make.work(...)``, ``make.answer(...)``."""
-    return types.SimpleNamespace(work=work_of, answer=answer, run=RUN)
+    """Builders: ``make.work(...)``, ``make.answer(...)``, ``make.serve_policy()``."""
+
+    async def serve_policy() -> tuple[FakeRollout, Any, str]:
+        fake = FakeRollout()
+        return fake, *(await serve_fake(rollout_pb2_grpc.add_RolloutServicer_to_server, fake))
+
+    return types.SimpleNamespace(work=work_of, answer=answer, run=RUN, serve_policy=serve_policy)

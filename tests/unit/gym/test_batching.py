@@ -55,3 +55,16 @@ async def test_a_caller_that_went_away_is_left_out():
     gone.cancel()
     assert await stays == "stays"
     assert seen == ["stays"]
+
+
+async def test_closing_leaves_no_caller_waiting():
+    async def flush(items):
+        await asyncio.sleep(60)
+        return items
+
+    batcher = Batcher(flush, delay=0.001)
+    waiting = asyncio.create_task(batcher.submit(0))
+    await asyncio.sleep(0.01)
+    await batcher.close(0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(waiting, 1)
