@@ -111,6 +111,7 @@ class EmbeddedRedis:
             return lock.try_lock()
 
     def _start_keeper(self) -> None:
+        self.socket = socket_path(self._home)  # a keeper that ended has removed the folder
         argv = [sys.executable, "-m", "services.runtime.redis_keeper", "--home", str(self._home)]
         argv += ["--server", str(self._program), "--socket", str(self.socket)]
         path = os.pathsep.join(part for part in (str(_ROOT), os.environ.get("PYTHONPATH", "")) if part)

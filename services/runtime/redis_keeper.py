@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -112,6 +113,8 @@ class Keeper:
                 self._process.kill()
                 self._process.wait(STOP_SECONDS)
         self._socket.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something else lies there: not ours to remove
+            self._socket.parent.rmdir()
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ class RetryBudget:
     """A token bucket: ``burst`` retries at once, ``rate`` per second after that."""
 
     def __init__(
-        self, *, rate: float = 50.0, burst: float = 200.0, clock: Callable[[], float] = time.monotonic
+        self, *, rate: float = 200.0, burst: float = 400.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._rate = rate
         self._burst = burst

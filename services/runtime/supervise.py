@@ -48,7 +48,8 @@ class Supervisor:
     async def start_all(self, specs: Sequence[ProcessSpec]) -> None:
         """Start ``specs`` together and wait until all are ready; may be called again for more.
 
-        Raises InvalidInput when a child refuses its input, NotReady when one is not ready in time.
+        Raises InvalidInput when a child refuses its input, NotReady when one is not ready in time; those that
+        run already go on until :meth:`stop_all`.
         """
         for spec in specs:
             child = Child(spec, self._sweeper)

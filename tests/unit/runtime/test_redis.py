@@ -84,7 +84,7 @@ def test_sigkill_of_the_user_leaves_nothing_behind(tmp_path: Path) -> None:
         process.kill()
         process.wait(5)
         assert until(lambda: all(gone(each) for each in found), 10) > 1
-    assert not Path((Home(tmp_path).redis / "socket").read_text().strip()).exists()
+    assert not Path((Home(tmp_path).redis / "socket").read_text().strip()).parent.exists()
 
 
 def test_second_user_keeps_it_and_data_survive(tmp_path: Path) -> None:
@@ -158,6 +158,14 @@ def test_killed_keeper_takes_the_server_along_and_is_replaced(
     handle.ensure()
     assert redis.ping(handle.url, 1)
     assert keeper(tmp_path).pid != old.pid
+
+
+def test_stopped_keeper_is_replaced(handle: redis.RedisHandle, tmp_path: Path) -> None:
+    old = keeper(tmp_path)
+    old.terminate()
+    until(lambda: gone(old), 10)
+    handle.ensure()
+    assert redis.ping(handle.url, 1)
 
 
 def test_many_starters_share_one_keeper(tmp_path: Path) -> None:
