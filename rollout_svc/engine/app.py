@@ -54,9 +54,7 @@ class EngineApp(ServiceApp, rollout_pb2_grpc.EngineServicer):
         """End the rendering thread."""
         self._rendering.close()
 
-    async def Setup(  # noqa: N802
-        self, request: rollout_pb2.EngineSetupRequest, context: object
-    ) -> rollout_pb2.EngineInfo:
+    async def Setup(self, request: rollout_pb2.EngineSetupRequest, context: object) -> rollout_pb2.EngineInfo:
         """A no-op for this worker's own run; another run gets a fresh worker."""
         if Assignment.of(request) == self._assignment:
             return self._info()
@@ -65,59 +63,55 @@ class EngineApp(ServiceApp, rollout_pb2_grpc.EngineServicer):
             "The engine restarts for another run", where=f"pid {os.getpid()}", do="Set up its successor."
         )
 
-    async def Describe(self, request: object, context: object) -> rollout_pb2.EngineInfo:  # noqa: N802
+    async def Describe(self, request: object, context: object) -> rollout_pb2.EngineInfo:
         """What this engine is and which version it holds."""
         return self._info()
 
-    async def Turn(  # noqa: N802
-        self, request: rollout_pb2.TurnRequest, context: object
-    ) -> rollout_pb2.TurnResponse:
+    async def Turn(self, request: rollout_pb2.TurnRequest, context: object) -> rollout_pb2.TurnResponse:
         """One turn."""
         return await self._sampling().turn(request)
 
-    async def Render(  # noqa: N802
-        self, request: rollout_pb2.RenderRequest, context: object
-    ) -> rollout_pb2.RenderResponse:
+    async def Render(self, request: rollout_pb2.RenderRequest, context: object) -> rollout_pb2.RenderResponse:
         """Whole conversations."""
         return await self._rendering.render(request)
 
-    async def Score(  # noqa: N802
+    async def Score(
         self, request: rollout_pb2.ScoreTokensRequest, context: object
     ) -> rollout_pb2.ScoreTokensResponse:
         """Log-probabilities of given tokens."""
         return await self._sampling().score(request)
 
-    async def Pause(  # noqa: N802
+    async def Pause(
         self, request: rollout_pb2.PauseEngineRequest, context: object
     ) -> rollout_pb2.PauseEngineResponse:
         """vLLM's pause."""
         await self._updating().pause(request)
         return rollout_pb2.PauseEngineResponse()
 
-    async def Resume(self, request: object, context: object) -> rollout_pb2.ResumeEngineResponse:  # noqa: N802
+    async def Resume(self, request: object, context: object) -> rollout_pb2.ResumeEngineResponse:
         """vLLM's resume."""
         await self._updating().resume()
         return rollout_pb2.ResumeEngineResponse()
 
-    async def BeginUpdate(  # noqa: N802
+    async def BeginUpdate(
         self, request: rollout_pb2.BeginUpdateRequest, context: object
     ) -> rollout_pb2.BeginUpdateResponse:
         """Enter an update."""
         return rollout_pb2.BeginUpdateResponse(plan_known=await self._updating().begin(request))
 
-    async def LoadWeights(  # noqa: N802
+    async def LoadWeights(
         self, request: rollout_pb2.LoadWeightsRequest, context: object
     ) -> rollout_pb2.LoadWeightsResponse:
         """One chunk."""
         return rollout_pb2.LoadWeightsResponse(loaded=await self._updating().load(request))
 
-    async def FinishUpdate(  # noqa: N802
+    async def FinishUpdate(
         self, request: rollout_pb2.FinishUpdateRequest, context: object
     ) -> rollout_pb2.FinishUpdateResponse:
         """Leave the update."""
         return await self._updating().finish(request.generation)
 
-    async def CommitVersion(  # noqa: N802
+    async def CommitVersion(
         self, request: rollout_pb2.CommitVersionRequest, context: object
     ) -> rollout_pb2.CommitVersionResponse:
         """Serve under this version."""

@@ -65,9 +65,7 @@ class EngineHost(ServiceApp, rollout_pb2_grpc.EngineServicer):
             engine=worker.engine, name=self._settings.backend, address=self._address
         )
 
-    async def Setup(  # noqa: N802
-        self, request: rollout_pb2.EngineSetupRequest, context: Any
-    ) -> rollout_pb2.EngineInfo:
+    async def Setup(self, request: rollout_pb2.EngineSetupRequest, context: Any) -> rollout_pb2.EngineInfo:
         """Hand the run to the worker and wait until it serves."""
         if self.pool is None or self._heartbeat is None:
             raise NotReady("The engine is starting")
@@ -75,7 +73,7 @@ class EngineHost(ServiceApp, rollout_pb2_grpc.EngineServicer):
         self._heartbeat.changed()
         return info
 
-    async def Describe(self, request: Any, context: Any) -> rollout_pb2.EngineInfo:  # noqa: N802
+    async def Describe(self, request: Any, context: Any) -> rollout_pb2.EngineInfo:
         """The engine as it is registered."""
         info = self.describe()
         if info is None:

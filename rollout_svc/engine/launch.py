@@ -4,8 +4,6 @@ Invariants
 - On a CPU, EngineCore is *forked* from this process, which has imported everything: 3 s instead of 30. That
   needs the main thread, no gRPC thread before it, one compute thread, and the start method set only after
   create_engine_config (which forces spawn). On a GPU vLLM's own way, spawn, is kept: CUDA survives no fork.
-- Stop ids come from the tokenizer, the config and the generation_config and are sent with every request;
-  nothing else of the generation_config is used.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ import importlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from rollout_svc.engine.arguments import engine_arguments
 from rollout_svc.engine.core import EngineCore
 from rollout_svc.engine.environment import is_cpu_build
 from rollout_svc.engine.policy import EnginePolicy
 from rollout_svc.engine.settings import EngineSettings
+from rollout_svc.engine.tokenizer import check_model, first_line
 from services.runtime.errors import HeadraceError, InvalidInput
 from services.runtime.logs import get_logger
 
@@ -47,29 +45,6 @@ def warm() -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def load_tokenizer(policy: EnginePolicy) -> Any:
-    """The Hugging Face tokenizer; raises InvalidInput."""
-    from transformers import AutoTokenizer
-
-    _check_model(policy.tokenizer, "policy.tokenizer.name")
-    try:
-        return AutoTokenizer.from_pretrained(policy.tokenizer)
-    except (OSError, ValueError) as exc:
-        raise InvalidInput(f"No tokenizer: {_first_line(exc)}", where=policy.tokenizer) from exc
-
-
-def stop_ids(tokenizer: Any, model: str) -> list[int]:
-    """Every id that ends an answer of this model."""
-    found: set[int] = set()
-    if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
-    for name in ("config.json", "generation_config.json"):
-        path = Path(model) / name
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return sorted(found)
-
-
 def launch(policy: EnginePolicy, settings: EngineSettings, *, seed: int, stops: list[int]) -> EngineCore:
     """Start AsyncLLM; call it on the running event loop of the main thread. Raises InvalidInput."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -77,7 +52,7 @@ def launch(policy: EnginePolicy, settings: EngineSettings, *, seed: int, stops: 
     from vllm.v1.executor import Executor
 
     cpu = is_cpu_build()
-    _check_model(policy.model, "policy.model_name")
+    check_model(policy.model, "policy.model_name")
     args = engine_arguments(
         policy, cpu=cpu, seed=seed, kv_cache_mib=settings.kv_cache_mib, max_num_seqs=settings.max_num_seqs
     )
@@ -86,9 +61,7 @@ def launch(policy: EnginePolicy, settings: EngineSettings, *, seed: int, stops: 
     try:
         config = AsyncEngineArgs(**args).create_engine_config()
     except (OSError, ValueError, TypeError) as exc:
-        raise InvalidInput(
-            f"vLLM refuses the engine's arguments: {_first_line(exc)}", where="policy"
-        ) from exc
+        raise InvalidInput(f"vLLM refuses the engine's arguments: {first_line(exc)}", where="policy") from exc
     if cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     try:
@@ -102,7 +75,7 @@ def launch(policy: EnginePolicy, settings: EngineSettings, *, seed: int, stops: 
         raise
     except (RuntimeError, ValueError) as exc:
         raise InvalidInput(
-            f"vLLM does not start: {_first_line(exc)}", where=policy.model, do="See the engine's log."
+            f"vLLM does not start: {first_line(exc)}", where=policy.model, do="See the engine's log."
         ) from exc
     return EngineCore(llm, stop_ids=stops)
 
@@ -123,13 +96,3 @@ def _register_architectures(model: str) -> None:
             continue  # unknown to vLLM, which says so itself, or registered already
         cls = getattr(importlib.import_module(module), known.class_name)
         registry.ModelRegistry.register_model(name, cls)
-
-
-def _check_model(name: str, where: str) -> None:
-    # A name that looks like a path is one; anything else may be an id in the local Hugging Face cache.
-    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
-        raise InvalidInput(f"There is no model directory {name}", where=where)
-
-
-def _first_line(exc: Exception) -> str:
-    return str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__

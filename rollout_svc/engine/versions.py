@@ -103,6 +103,7 @@ class Versions:
             raise Refused("The update did not finish", do="Finish it first.", reason="BROKEN")
         if self.pending is not None and not _same(self.pending, version):
             raise Refused(f"The update carries {_name(self.pending)}, not {_name(version)}")
+        self.generation = generation
         self.committed, self.pending = types_pb2.PolicyVersion(), None
         self.committed.CopyFrom(version)
 

@@ -126,8 +126,8 @@ class Worker:
         self._ended.set()
 
     def _rendering(self, policy: EnginePolicy, *, parsers: bool) -> Rendering:
-        from rollout_svc.engine.launch import load_tokenizer, stop_ids
         from rollout_svc.engine.parsers import make_parser
+        from rollout_svc.engine.tokenizer import load_tokenizer, stop_ids
 
         tokenizer = load_tokenizer(policy)
         stops = stop_ids(tokenizer, policy.model)

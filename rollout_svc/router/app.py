@@ -69,7 +69,7 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
         self._fleet.update(roster.engines)
         self._setups.apply(self._fleet.engines)
 
-    async def Setup(  # noqa: N802
+    async def Setup(
         self, request: rollout_pb2.RolloutSetupRequest, context: Any
     ) -> rollout_pb2.RolloutSetupResponse:
         """Take the run; returns when the engines that are there are set up for it."""
@@ -86,9 +86,7 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
         await self._setups.settled()
         return rollout_pb2.RolloutSetupResponse()
 
-    async def Turn(  # noqa: N802
-        self, request: rollout_pb2.TurnRequest, context: Any
-    ) -> rollout_pb2.TurnResponse:
+    async def Turn(self, request: rollout_pb2.TurnRequest, context: Any) -> rollout_pb2.TurnResponse:
         """One turn, on whichever engine can take it."""
         key = request.key
         self._check_run(key.run)
@@ -119,16 +117,14 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
                 self._log.warning("turn is repeated", engine=engine.id, error=str(exc))
                 self._check_run(run)
 
-    async def Render(  # noqa: N802
-        self, request: rollout_pb2.RenderRequest, context: Any
-    ) -> rollout_pb2.RenderResponse:
+    async def Render(self, request: rollout_pb2.RenderRequest, context: Any) -> rollout_pb2.RenderResponse:
         """Forwarded to any engine that was set up, serving or not."""
         self._check_run(request.run)
         rendered: rollout_pb2.RenderResponse
         rendered = await self._forward("Render", request, context, lambda engine: engine.renders(request.run))
         return rendered
 
-    async def Score(  # noqa: N802
+    async def Score(
         self, request: rollout_pb2.ScoreTokensRequest, context: Any
     ) -> rollout_pb2.ScoreTokensResponse:
         """Forwarded to the named engine, else to one that serves."""
@@ -142,24 +138,20 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
         scored: rollout_pb2.ScoreTokensResponse = await self._forward("Score", request, context, can)
         return scored
 
-    async def Pause(  # noqa: N802
-        self, request: rollout_pb2.GateRequest, context: Any
-    ) -> rollout_pb2.GateResponse:
+    async def Pause(self, request: rollout_pb2.GateRequest, context: Any) -> rollout_pb2.GateResponse:
         """Close gates and wait for what is in flight, at most ``drain_timeout_s``."""
         self._check_run(request.run)
         engines = self._fleet.close_gates(request.engines)
         left = await asyncio.gather(*(engine.drained(request.drain_timeout_s) for engine in engines))
         return rollout_pb2.GateResponse(in_flight=sum(left))
 
-    async def Resume(  # noqa: N802
-        self, request: rollout_pb2.GateRequest, context: Any
-    ) -> rollout_pb2.GateResponse:
+    async def Resume(self, request: rollout_pb2.GateRequest, context: Any) -> rollout_pb2.GateResponse:
         """Open gates."""
         self._check_run(request.run)
         self._fleet.open_gates(request.engines)
         return rollout_pb2.GateResponse(in_flight=self._in_flight())
 
-    async def Status(self, request: Any, context: Any) -> rollout_pb2.RolloutStatusResponse:  # noqa: N802
+    async def Status(self, request: Any, context: Any) -> rollout_pb2.RolloutStatusResponse:
         """Counters of the present run."""
         return rollout_pb2.RolloutStatusResponse(
             run=self._setups.run,

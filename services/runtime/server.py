@@ -154,19 +154,19 @@ class RunningServer:
             await asyncio.wait([self._poller])
         await self._publish(False, "draining")
         await self._health.enter_graceful_shutdown()
-        stopped = asyncio.create_task(self._server.stop(seconds))
+        # The shell turns new calls away; the server is stopped only once. A second stop beside it would
+        # cancel the calls of a server that grpc has freed meanwhile, and crash the process.
+        self._shell.open = False
         try:
             async with asyncio.timeout(seconds):
                 await self._app.draining()
+                # Watchers of the health service never end by themselves, so the shell's own count decides.
+                await self._shell.idle.wait()
+        except TimeoutError:
+            self._log.warning("calls are cut off", after_s=seconds)
         except Exception as exc:  # noqa: BLE001 (the drain goes on)
             self._log.error("draining hook failed", exc_info=exc)
-        # Watchers of the health service never end by themselves, so the shell's own count decides.
-        idle = asyncio.create_task(self._shell.idle.wait())
-        await asyncio.wait([idle, stopped], return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
         await self._server.stop(0)
-        await stopped
-        self._shell.open = False
         if self._settings.ready_file is not None:
             self._settings.ready_file.unlink(missing_ok=True)
         await self._app.stop()
