@@ -29,7 +29,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 VALIDATION_ROWS = 420
 DRAWS_PER_TASK = 4000
-SLIP_PROBABILITY = 0.6
+SLIP_PROBABILITY = 0.75
 VOCABULARY = 400
 MAX_POSITIONS = 256
 
@@ -41,10 +41,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-_TWO_DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+_ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASKS: dict[str, dict[str, Any]] = {
-    "chain_sum": _TWO_DIGITS,
-    "basic_arithmetic": _TWO_DIGITS
+    "chain_sum": _ONE_DIGIT,
+    "basic_arithmetic": _ONE_DIGIT
     | {
         "operators": ("+", "-"),
         "allow_parentheses": False,
@@ -128,7 +128,7 @@ def train_tokenizer(problems: Iterable[Problem]) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (f"{START}user\n{p.question}{END}\n{START}assistant\n{p.answer}{END}" for p in problems)
+    texts = (f"{problem.question}\nuser\nassistant\n{problem.answer}" for problem in problems)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
