@@ -23,6 +23,7 @@ from rollout_svc.router.setups import Setups
 from rollout_svc.settings import RouterSettings
 from services.runtime import tracing
 from services.runtime.errors import InvalidInput, NotReady
+from services.runtime.ids import bind_ids
 from services.runtime.logs import get_logger
 from services.runtime.service import ServiceApp
 
@@ -90,6 +91,7 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
         """One turn, on whichever engine can take it."""
         key = request.key
         self._check_run(key.run)
+        bind_ids(run=key.run, group=str(key.group), sample=key.sample)
         sample = (key.book, key.group, key.sample)
         deadline = _deadline(context, TURN_SECONDS)
         with tracing.span("rollout.turn", turn=request.turn) as span:
