@@ -62,10 +62,10 @@ def _lengths(recipe: Recipe) -> Iterator[BadKeyError]:
             do="Leave it out, or raise it.",
         )
     for key, value in answers.items():
-        if recipe.kind == "grpo" and value is not None and value >= total:
+        if recipe.kind == "grpo" and value is not None and value > total:
             yield BadKeyError(
                 f"policy.generation.{key}",
-                f"{value} leaves no room for a prompt in policy.max_total_sequence_length ({total})",
+                f"{value} is above policy.max_total_sequence_length ({total})",
                 do="Lower the one or raise the other.",
             )
 

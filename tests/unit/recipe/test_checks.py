@@ -26,7 +26,7 @@ from tests.unit.recipe.conftest import ROW, Write
         ),
         (["policy.train_global_batch_size=24"], "a step has 4 x 8 = 32 samples, no multiple of 24"),
         (["grpo.num_generations_per_prompt=1"], "a group of 1 has no baseline"),
-        (["policy.generation.max_new_tokens=64"], "leaves no room for a prompt"),
+        (["policy.generation.max_new_tokens=65"], "65 is above policy.max_total_sequence_length (64)"),
         (["policy.generation.vllm_cfg.max_model_len=32"], "is below policy.max_total_sequence_length (64)"),
         (["policy.generation.temperature=0"], "policy.generation.temperature is 0"),
         (["loss_fn.truncated_importance_sampling_ratio=2"], "a bound without a type has no effect"),
