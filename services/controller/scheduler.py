@@ -80,15 +80,9 @@ class Scheduler:
         renew = asyncio.create_task(self._renew(run, epoch, task))
         self._active = (run, task)
         try:
-            await task
-            await self._end(run, runs_pb2.RUN_STATUS_COMPLETED, "")
-        except Fenced as exc:
-            log.warning("another controller has this run", error=str(exc))
-        except asyncio.CancelledError:
-            await self._cancelled(run, task)
-        except Exception as exc:
-            log.exception("run failed")
-            await self._end(run, runs_pb2.RUN_STATUS_FAILED, str(exc) or type(exc).__name__)
+            # Not `await task`: a cancel of this process must not be taken for the run's own end.
+            await asyncio.wait((task,))
+            await self._settle(run, task)
         finally:
             self._active = None
             for pending in (renew, task):
@@ -96,15 +90,19 @@ class Scheduler:
             await asyncio.gather(renew, task, return_exceptions=True)
             await self._give_back(run)
 
-    async def _cancelled(self, run: str, task: asyncio.Task[None]) -> None:
-        """Tell a user's cancel from this process's end and from a lost lease."""
-        fields = await self.store.fields(run)
-        if not fields.get("cancel"):
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise asyncio.CancelledError
-            return
-        await self._end(run, runs_pb2.RUN_STATUS_CANCELLED, fields["cancel"])
+    async def _settle(self, run: str, task: asyncio.Task[None]) -> None:
+        """Write how the run ended; a lost lease or a newer controller leaves it as it is."""
+        error = None if task.cancelled() else task.exception()
+        reason = (await self.store.fields(run)).get("cancel")
+        if reason and (task.cancelled() or error is not None):
+            await self._end(run, runs_pb2.RUN_STATUS_CANCELLED, reason)
+        elif task.cancelled() or isinstance(error, Fenced):
+            log.warning("another controller may have this run", error=str(error or "lease lost"))
+        elif error is not None:
+            log.error("run failed", exc_info=error)
+            await self._end(run, runs_pb2.RUN_STATUS_FAILED, str(error) or type(error).__name__)
+        else:
+            await self._end(run, runs_pb2.RUN_STATUS_COMPLETED, "")
 
     async def _renew(self, run: str, epoch: int, task: asyncio.Task[None]) -> None:
         held = time.monotonic()

@@ -145,9 +145,22 @@ def acquire(home: Path, url: str | None = None) -> RedisHandle:
     return RedisHandle(embedded.url, embedded)
 
 
+class _CancellableRedis(redis_async.Redis):
+    """redis-py sends through ``asyncio.wait_for``, which on Python 3.11 loses a cancel that arrives as the send
+    ends; the task that was told to end would go on for ever. Such a cancel is raised again here."""
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        answer = await super().execute_command(*args, **options)
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
+        return answer
+
+
 def connect(url: str, **options: Any) -> redis_async.Redis:
     """An asyncio client (bytes in, bytes out). A blocking command must block for less than 15 s."""
-    return redis_async.Redis.from_url(url, **{**_options(), "retry": AsyncRetry(NoBackoff(), 0), **options})
+    return _CancellableRedis.from_url(url, **{**_options(), "retry": AsyncRetry(NoBackoff(), 0), **options})
 
 
 def connect_sync(url: str, **options: Any) -> redis_py.Redis:

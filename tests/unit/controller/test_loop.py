@@ -43,7 +43,8 @@ class World:
         """End the controller as a crash does: nothing is written after this."""
         assert self.task is not None
         self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
+        done, _ = await asyncio.wait((self.task,), timeout=5)
+        assert done, "a cancelled controller must end"
 
     async def submit(self, recipe: dict[str, Any]) -> str:
         request = runs_pb2.SubmitRequest(recipe_json=json.dumps(recipe))

@@ -247,3 +247,21 @@ def test_socket_path_is_short_and_private(handle: redis.RedisHandle) -> None:
     path = Path(handle.url.removeprefix("unix://"))
     assert len(os.fsencode(path)) < 100
     assert path.parent.stat().st_mode & 0o077 == 0
+
+
+async def test_a_cancelled_command_ends_its_task(tmp_path: Path) -> None:
+    """asyncio.wait_for inside redis-py may swallow the cancel (Python 3.11)."""
+    with await asyncio.to_thread(redis.acquire, tmp_path / "home") as handle:
+        client = redis.connect(handle.url)
+
+        async def loop() -> None:
+            while True:
+                await client.hgetall("x")
+
+        for i in range(150):
+            task = asyncio.create_task(loop())
+            await asyncio.sleep(0.0001 * (i % 20))
+            task.cancel()
+            done, _ = await asyncio.wait((task,), timeout=2)
+            assert done
+        await client.aclose()
