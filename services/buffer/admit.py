@@ -66,44 +66,33 @@ class Admission:
         found = [(entry, fields) for entry, fields in entries if fields]
         if not found:
             return 0
-        rules, records = await self._read([fields for _, fields in found])
+        names = [part for _, fields in found for part in (fields[b"b"], fields[b"g"])]
+        _, raw_rules, *rows = await self._do.call(self._run, "candidates", *names)
+        rules = _rules(*raw_rules)
         args: list[Argument] = []
-        for (entry, fields), record in zip(found, records, strict=True):
-            reason, lowest = _judge(fields[b"b"].decode(), record, rules)
+        for (entry, fields), row in zip(found, rows, strict=True):
+            reason, lowest = _judge(fields[b"b"].decode(), row, rules)
             args += [entry, fields[b"b"], fields[b"g"], reason, "" if lowest is None else lowest]
         await self._do.call(self._run, "admit", *args)
         return len(found)
 
-    async def _read(self, groups: Sequence[Mapping[bytes, bytes]]) -> tuple[Rules, list[dict[bytes, bytes]]]:
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.hgetall(keys.config(self._run))
-        for fields in groups:
-            pipe.hgetall(keys.group(self._run, fields[b"b"].decode(), int(fields[b"g"])))
-        with translated("buffer, admission"):
-            config, *records = await pipe.execute()
-        return _rules(config), records
 
-
-def _rules(config: Mapping[bytes, bytes]) -> Rules:
-    max_age = config.get(b"max_age", b"")
+def _rules(zero_variance: bytes, minimum: bytes, max_age: bytes) -> Rules:
     return Rules(
-        drop_zero_variance=config.get(b"zero_variance") == b"1",
-        minimum_siblings=int(config.get(b"min", b"0")),
+        drop_zero_variance=zero_variance == b"1",
+        minimum_siblings=int(minimum),
         max_age=int(max_age) if max_age else None,
     )
 
 
-def _judge(book: str, record: Mapping[bytes, bytes], rules: Rules) -> tuple[str, int | None]:
-    if record.get(b"state") != b"complete":
+def _judge(book: str, row: Sequence[Any], rules: Rules) -> tuple[str, int | None]:
+    state, size, step, *raw = row
+    if state != b"complete":
         return "", None  # decided by another replica: the script leaves it alone
-    samples = [
-        pb.ManifestSample.FromString(record[b"m%d" % i])
-        for i in range(int(record[b"n"]))
-        if record[b"s%d" % i] == b"d"
-    ]
+    samples = [pb.ManifestSample.FromString(sample) for sample in raw]
     group = Candidate(
-        samples=int(record[b"n"]),
-        step=int(record[b"step"]),
+        samples=size,
+        step=step,
         rewards=[sample.reward if sample.HasField("reward") else None for sample in samples],
         versions=[sample.version if sample.HasField("version") else None for sample in samples],
     )

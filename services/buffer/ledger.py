@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,9 +27,8 @@ from services.runtime.home import write_atomic
 from services.runtime.redis_errors import translated
 
 FORMAT = 1
-_SCAN = 2000
 _CHUNK = 2000
-_SAMPLE_STATES = "qcdx"
+_SEPARATOR = b"\x1f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,15 @@ async def read_store(redis: Redis, run: str) -> Evidence:
         start = await redis.hget(keys.config(run), "seq")
         if start is None and not await redis.exists(keys.config(run)):
             raise NotFound(f"There are no books of run {run}", where="audit")
-        raw = await _scan_records(redis, run)
-        entries = await _read_entries(redis, run, int(start or 0))
-        _, last, later, touched = await Transitions(redis).call(run, "snapshot", int(start or 0))
-    for book, ordinal, fields in touched:
-        raw[book.decode(), int(ordinal)] = dict(zip(fields[::2], fields[1::2], strict=True))
-    entries += [(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in later]
+        do = Transitions(redis)
+        raw = await _scan_records(do, run)
+        lines = await _read_lines(do, run, int(start or 0))
+        _, last, later, touched = await do.call(run, "snapshot", int(start or 0))
+    for book, ordinal, text in zip(touched[::3], touched[1::3], touched[2::3], strict=True):
+        raw[book.decode(), int(ordinal)] = text
     faults: list[str] = []
     records = _records(raw, faults)
-    return Evidence(run, "store", last, [_event(*entry) for entry in entries], records, faults)
+    return Evidence(run, "store", last, [_event(line) for line in lines + later], records, faults)
 
 
 async def seal(redis: Redis, run: str, path: Path) -> int:
@@ -113,81 +113,82 @@ def read_file(path: Path) -> Evidence:
     return evidence
 
 
-async def _scan_records(redis: Redis, run: str) -> dict[tuple[str, int], Mapping[bytes, bytes]]:
-    found: dict[tuple[str, int], Mapping[bytes, bytes]] = {}
+async def _scan_records(do: Transitions, run: str) -> dict[tuple[str, int], bytes]:
+    found: dict[tuple[str, int], bytes] = {}
     lead = f"{keys.prefix(run)}g:"
     cursor = 0
     while True:
-        reply: Any = await redis.scan(cursor, match=f"{lead}*", count=_SCAN)
+        reply: Any = await do.redis.scan(cursor, match=f"{lead}*", count=_CHUNK)
         cursor, names = reply
-        pipe = redis.pipeline(transaction=False)
-        for name in names:
-            pipe.hgetall(name)
-        for name, fields in zip(names, await pipe.execute(), strict=True):
-            book, _, ordinal = name.decode().removeprefix(lead).rpartition(":")
-            found[book, int(ordinal)] = fields
+        parts = [name.decode().removeprefix(lead).rpartition(":") for name in names]
+        args = [part for book, _, ordinal in parts for part in (book, ordinal)]
+        _, *texts = await do.call(run, "records", *args)
+        for (book, _, ordinal), text in zip(parts, texts, strict=True):
+            found[book, int(ordinal)] = text
         if not cursor:
             return found
 
 
-async def _read_entries(redis: Redis, run: str, through: int) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
-    entries: list[tuple[bytes, Mapping[bytes, bytes]]] = []
-    start = "-"
+async def _read_lines(do: Transitions, run: str, through: int) -> list[bytes]:
+    lines: list[bytes] = []
+    start = 0
     while True:
-        chunk: Any = await redis.xrange(f"{keys.prefix(run)}ledger", start, f"{through}-0", count=_CHUNK)
-        entries += chunk
+        _, *chunk = await do.call(run, "entries", start, through, _CHUNK)
+        lines += chunk
         if len(chunk) < _CHUNK:
-            return entries
-        start = f"({chunk[-1][0].decode()}"
+            return lines
+        start = int(chunk[-1].split(_SEPARATOR)[0]) + 1
 
 
-def _event(entry: bytes, fields: Mapping[bytes, bytes]) -> Event:
-    text = {name.decode(): value.decode() for name, value in fields.items()}
+def _event(line: bytes) -> Event:
+    seq, at, kind, book, group, samples, step, reason, epoch = line.decode().split("\x1f")
     return Event(
-        seq=int(entry.split(b"-")[0]),
-        at_ns=int(text["at"]),
-        kind=text["k"],
-        book=text["b"],
-        group=int(text["g"]),
-        samples=int(text["n"]),
-        step=int(text["s"]),
-        reason=text["r"],
-        epoch=int(text["e"]) if text["e"] else None,
+        seq=int(seq),
+        at_ns=int(at),
+        kind=kind,
+        book=book,
+        group=int(group),
+        samples=int(samples),
+        step=int(step),
+        reason=reason,
+        epoch=int(epoch) if epoch else None,
     )
 
 
-def _records(raw: Mapping[tuple[str, int], Mapping[bytes, bytes]], faults: list[str]) -> list[Record]:
+def _records(raw: Mapping[tuple[str, int], bytes], faults: list[str]) -> list[Record]:
     records = []
-    for (book, group), fields in sorted(raw.items()):
+    for (book, group), text in sorted(raw.items()):
         try:
-            records.append(_record(book, group, {name: fields[name] for name in fields}))
-        except (KeyError, ValueError) as exc:
-            faults.append(f"record of group {group} in {book} cannot be read: {exc!r}")
+            records.append(_record(book, group, *text.decode().split("\x1f")))
+        except (TypeError, ValueError) as exc:
+            faults.append(f"record of group {group} in {book} cannot be read: {exc}")
     return records
 
 
-def _record(book: str, group: int, fields: Mapping[bytes, bytes]) -> Record:
-    samples = int(fields[b"n"])
-    states = dict.fromkeys(_SAMPLE_STATES, 0)
-    lost: dict[str, int] = {}
-    for i in range(samples):
-        state = fields[b"s%d" % i].decode()
-        states[state] = states.get(state, 0) + 1
-        if state == "x":
-            reason = fields[b"x%d" % i].decode()
-            lost[reason] = lost.get(reason, 0) + 1
-    trained = fields.get(b"ts")
+def _record(
+    book: str,
+    group: int,
+    state: str,
+    size: str,
+    step: str,
+    left: str,
+    reason: str,
+    trained: str,
+    *samples: str,
+) -> Record:
+    if "" in samples[::2]:
+        raise ValueError("a sample has no state")
     return Record(
         book=book,
         group=group,
-        state=fields[b"state"].decode(),
-        samples=samples,
-        step=int(fields[b"step"]),
-        left=int(fields[b"left"]),
-        reason=fields.get(b"reason", b"").decode(),
-        trained_step=None if trained is None else int(trained),
-        states=states,
-        lost=lost,
+        state=state,
+        samples=int(size),
+        step=int(step),
+        left=int(left),
+        reason=reason,
+        trained_step=int(trained) if trained else None,
+        states=dict(Counter(samples[::2])),
+        lost=dict(Counter(why for what, why in zip(samples[::2], samples[1::2], strict=True) if what == "x")),
     )
 
 

@@ -110,7 +110,7 @@ class Buffer(BufferServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[types.Chunk]:
         """Stream trajectories group by group."""
         await self._do.require(request.run)
-        groups = fetch(self._do.redis, request.run, keys.checked_book(request.book), request.groups)
+        groups = fetch(self._do, request.run, keys.checked_book(request.book), request.groups)
         async for group in groups:
             parts = list(split(group.SerializeToString()))
             for number, part in enumerate(parts, start=1):

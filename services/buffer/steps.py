@@ -66,8 +66,8 @@ class Steps:
 
     async def drop_open(self, run: str, book: str, reason: str) -> int:
         """Drop every group of ``book`` that is neither trained nor dropped; returns how many."""
-        if not reason:
-            raise InvalidInput("A drop needs a reason", where="reason")
+        if not reason or not reason.isprintable():
+            raise InvalidInput("A drop needs a reason in one line", where="reason")
         groups, dropped = 0, BATCH
         while dropped == BATCH:
             dropped = (await self._do.call(run, "drop_open", keys.checked_book(book), reason, BATCH))[1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from protos.headrace.v1 import buffer_pb2 as pb
 from protos.headrace.v1 import types_pb2 as types
@@ -92,7 +91,7 @@ class Store:
         """Up to ``most`` samples for ``worker``, in the order of dispatch, returned ones first."""
         _, raw_specs, claims = await self._do.call(run, "claim", worker, most)
         specs = [pb.GroupSpec.FromString(raw) for raw in raw_specs]
-        return [_work(run, specs[claim[0]], claim) for claim in claims]
+        return [_work(run, specs, *pair) for pair in zip(claims[::2], claims[1::2], strict=True)]
 
     async def heartbeat(self, run: str, worker: str, claims: Sequence[pb.ClaimRef]) -> list[pb.ClaimRef]:
         """Keep ``claims`` alive; returns those that are no longer the worker's."""
@@ -188,11 +187,12 @@ def _address(key: types.SampleKey, attempt: int) -> list[Argument]:
     return [keys.checked_book(key.book), key.group, key.sample, attempt]
 
 
-def _work(run: str, spec: pb.GroupSpec, claim: list[Any]) -> pb.Work:
-    _, book, ordinal, sample, attempt, queued, trace = claim
+def _work(run: str, specs: Sequence[pb.GroupSpec], claim: bytes, trace: bytes) -> pb.Work:
+    at, book, ordinal, sample, attempt, queued = claim.decode().split(" ")
+    spec = specs[int(at)]
     return pb.Work(
-        key=types.SampleKey(run=run, book=book.decode(), group=int(ordinal), sample=sample),
-        attempt=attempt,
+        key=types.SampleKey(run=run, book=book, group=int(ordinal), sample=int(sample)),
+        attempt=int(attempt),
         row_json=spec.row_json,
         row_source=spec.row_source,
         sampling=spec.sampling,

@@ -1,6 +1,6 @@
 -- Claim: returned samples first, then new ones, each in the order of its stream. ARGV: worker, most samples.
--- Reply: ok, specs, claims; a claim is {index of its spec, book, ordinal, sample, attempt, queued ns,
--- TraceContext} | no_run
+-- Reply: ok, specs, claims; a claim is two elements: index of its spec, book, ordinal, sample, attempt
+-- and queued ns, joined by spaces; TraceContext | no_run
 if not CFG.infra then return { 'no_run' } end
 local worker, room = ARGV[1], tonumber(ARGV[2])
 local specs, known, claims = {}, {}, {}
@@ -23,7 +23,8 @@ local function hand_out(stream, id, fields)
   count(book, 'queued', -1)
   count(book, 'claimed', 1)
   if attempt > 1 then count(book, 'redeliveries', 1) end
-  claims[#claims + 1] = { known[key] - 1, book, ordinal, tonumber(i), attempt, v[4], v[5] }
+  claims[#claims + 1] = table.concat({ known[key] - 1, book, ordinal, i, attempt, v[4] }, ' ')
+  claims[#claims + 1] = v[5]
   room = room - 1
 end
 

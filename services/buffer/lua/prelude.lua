@@ -70,6 +70,29 @@ local function load(book, ordinal)
     left = tonumber(v[4]), lost = tonumber(v[5]) }
 end
 
+-- Replies carry few, long elements: a client pays for each of them. SEPARATOR joins fields that never contain it.
+local SEPARATOR = '\31'
+
+-- A record for the audit: state, n, step, left, reason, ts, then state and reason of loss of each sample.
+local function describe(book, ordinal)
+  local key = PREFIX .. 'g:' .. book .. ':' .. ordinal
+  local fields = { 'state', 'n', 'step', 'left', 'reason', 'ts' }
+  for i = 0, tonumber(call('HGET', key, 'n') or '0') - 1 do
+    fields[#fields + 1] = 's' .. i
+    fields[#fields + 1] = 'x' .. i
+  end
+  local values = call('HMGET', key, unpack(fields))
+  for i = 1, #fields do values[i] = values[i] or '' end
+  return table.concat(values, SEPARATOR)
+end
+
+-- A ledger entry for the audit: sequence number, then its values in the order of commit().
+local function line(entry)
+  local values = { string.match(entry[1], '^%d+') }
+  for i = 2, #entry[2], 2 do values[#values + 1] = entry[2][i] end
+  return table.concat(values, SEPARATOR)
+end
+
 -- What still counts in samples: those lost were dropped one by one.
 local function usable(group) return group.n - group.lost end
 

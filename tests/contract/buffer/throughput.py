@@ -96,9 +96,8 @@ async def measure(redis_url: str, address: str, pids: dict[str, int]) -> None:
     client = connect(redis_url)
     begin = time.perf_counter()
     verdict = await audit_store(client, RUN)
-    print(
-        f"{samples / counted:.0f} samples/s; audit of {verdict.events} events {time.perf_counter() - begin:.2f} s"
-    )
+    audit = time.perf_counter() - begin
+    print(f"{samples / counted:.0f} samples/s; audit of {verdict.events} events {audit:.2f} s")
     print(f"balanced: {verdict.balanced}; Redis {(await client.info('memory'))['used_memory_human']}")
     await client.aclose()
     await close_channels()

@@ -220,7 +220,7 @@ async def test_the_prompt_is_stored_once_and_every_sample_comes_back(world: Worl
         await world.append(t)
     stored = await world.do.redis.get(f"hr:{{{RUN}}}:p:train:0")
     assert stored == np.array(PROMPT, "<i4").tobytes()
-    groups = [g async for g in fetch(world.do.redis, RUN, "train", [0])]
+    groups = [g async for g in fetch(world.do, RUN, "train", [0])]
     assert list(groups[0].trajectories) == kept
 
 
@@ -228,6 +228,6 @@ async def test_fetch_says_what_is_not_there(world: World) -> None:
     await world.setup()
     await world.open(spec(0))
     with pytest.raises(NotFound):
-        [g async for g in fetch(world.do.redis, RUN, "train", [7])]
+        [g async for g in fetch(world.do, RUN, "train", [7])]
     with pytest.raises(Refused, match="is open"):
-        [g async for g in fetch(world.do.redis, RUN, "train", [0])]
+        [g async for g in fetch(world.do, RUN, "train", [0])]

@@ -26,7 +26,7 @@ async def test_a_group_is_dispatched_claimed_appended_trained_and_durable(world:
     assert (sample.tokens, sample.sampled_tokens, sample.reward, sample.version) == (7, 3, 0.5, 0)
     assert sample.trace.traceparent == spec(3).traces[2].traceparent
     assert (await world.lease(groups=1)).manifest == leased.manifest
-    groups = [g async for g in fetch(world.do.redis, RUN, "train", [3])]
+    groups = [g async for g in fetch(world.do, RUN, "train", [3])]
     assert {t.key.sample: t for t in groups[0].trajectories} == kept
     assert await world.commit() == (1, 4)
     assert await world.commit() == (1, 4)

@@ -46,7 +46,7 @@ class Walk:
     async def act(self) -> None:
         actions = {
             self.dispatch: 6, self.claim: 8, self.append: 14, self.admit: 8, self.train: 8, self.save: 2,
-            self.fail: 2, self.crash: 2, self.expire: 1, self.late: 2, self.restore: 2, self.new_life: 1,
+            self.fail: 2, self.crash: 2, self.expire: 4, self.late: 2, self.restore: 2, self.new_life: 1,
         }  # fmt: skip
         (action,) = self.random.choices(list(actions), list(actions.values()))
         self.taken[action.__name__] += 1
@@ -60,11 +60,11 @@ class Walk:
             await self.world.open(*specs, epoch=self.epoch)
 
     async def claim(self) -> None:
-        self.held += await self.world.claim(self.random.randint(1, 6), f"w{self.random.randint(0, 2)}")
+        self.held += await self.world.claim(self.random.randint(1, 6))
 
     async def append(self) -> None:
         self.random.shuffle(self.held)
-        work, self.held = self.held[:3], self.held[3:]
+        work, self.held = self.held[:5], self.held[5:]
         for _ in range(self.random.randint(1, 2)):
             sent = [trajectory(w, reward=self.random.randint(0, 1)) for w in work]
             await self.world.append(*sent)
@@ -82,9 +82,10 @@ class Walk:
 
     async def expire(self) -> None:
         await asyncio.sleep(0.03)
+        refs = [pb.ClaimRef(key=w.key, attempt=w.attempt) for w in self.held]
+        lost = await self.world.store.heartbeat(RUN, "w1", refs)
+        self.held = [w for w, ref in zip(self.held, refs, strict=True) if ref not in lost]
         await reclaim_all(self.world.store, RUN)
-        self.dead += self.held
-        self.held = []
 
     async def late(self) -> None:
         if self.dead:
