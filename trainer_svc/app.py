@@ -34,39 +34,39 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     def __init__(self, app: TrainerApp) -> None:
         self._app = app
 
-    async def Setup(self, request: trainer_pb2.TrainerSetupRequest, _: Context) -> trainer_pb2.TrainerState:  # noqa: N802
+    async def Setup(self, request: trainer_pb2.TrainerSetupRequest, _: Context) -> trainer_pb2.TrainerState:
         """Load a run."""
         return await self._app.command("Setup", lambda trainer: trainer.setup, request)  # type: ignore[no-any-return]
 
-    async def Status(self, _: trainer_pb2.TrainerStatusRequest, __: Context) -> trainer_pb2.TrainerState:  # noqa: N802
+    async def Status(self, _: trainer_pb2.TrainerStatusRequest, __: Context) -> trainer_pb2.TrainerState:
         """Answered at once."""
         return self._app.snapshot.read(self._app.commands.busy_with)
 
-    async def Step(self, request: trainer_pb2.StepRequest, _: Context) -> trainer_pb2.StepResponse:  # noqa: N802
+    async def Step(self, request: trainer_pb2.StepRequest, _: Context) -> trainer_pb2.StepResponse:
         """Train one step."""
         return await self._app.command("Step", lambda trainer: trainer.step, request)  # type: ignore[no-any-return]
 
-    async def Save(self, request: trainer_pb2.SaveRequest, _: Context) -> trainer_pb2.SaveResponse:  # noqa: N802
+    async def Save(self, request: trainer_pb2.SaveRequest, _: Context) -> trainer_pb2.SaveResponse:
         """Write a checkpoint."""
         return await self._app.command("Save", lambda trainer: trainer.save, request)  # type: ignore[no-any-return]
 
-    async def Export(self, request: trainer_pb2.ExportRequest, _: Context) -> trainer_pb2.ExportResponse:  # noqa: N802
+    async def Export(self, request: trainer_pb2.ExportRequest, _: Context) -> trainer_pb2.ExportResponse:
         """Write a Hugging Face directory."""
         return await self._app.command("Export", lambda trainer: trainer.export, request)  # type: ignore[no-any-return]
 
-    async def StageWeights(  # noqa: N802
+    async def StageWeights(
         self, request: trainer_pb2.StageWeightsRequest, _: Context
     ) -> trainer_pb2.StageWeightsResponse:
         """Stage weights for engines."""
         return await self._app.command("StageWeights", lambda trainer: trainer.stage, request)  # type: ignore[no-any-return]
 
-    async def ReleaseWeights(  # noqa: N802
+    async def ReleaseWeights(
         self, request: trainer_pb2.ReleaseWeightsRequest, _: Context
     ) -> trainer_pb2.ReleaseWeightsResponse:
         """Release staged weights."""
         return await self._app.command("ReleaseWeights", lambda trainer: trainer.release, request)  # type: ignore[no-any-return]
 
-    async def Score(  # noqa: N802
+    async def Score(
         self, request: rollout_pb2.ScoreTokensRequest, _: Context
     ) -> rollout_pb2.ScoreTokensResponse:
         """Score tokens."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -170,24 +170,13 @@ class Learner:
         self.optimizer_steps += 1
         return norm
 
-    def _phase(self, name: str) -> AbstractContextManager[None]:
-        return _Phase(name, self.seconds)
-
-
-class _Phase(AbstractContextManager[None]):
-    """A child span of the step whose seconds are told in the step's result."""
-
-    def __init__(self, name: str, seconds: dict[str, float]) -> None:
-        self._name, self._seconds = name, seconds
-        self._span = tracing.span(f"train.{name}")
-
-    def __enter__(self) -> None:
-        self._span.__enter__()
-        self._started = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        self._seconds[self._name] = time.monotonic() - self._started
-        self._span.__exit__(*error)
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A child span of the step whose seconds are told in the step's result."""
+        started = time.monotonic()
+        with tracing.span(f"train.{name}"):
+            yield
+        self.seconds[name] = time.monotonic() - started
 
 
 def _counts(micros: Sequence[MicroBatch]) -> Counts:

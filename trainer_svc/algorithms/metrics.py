@@ -13,7 +13,6 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -83,20 +82,20 @@ class StepMetrics:
     """Adds up the micro-batches of one train step."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
-        self._bounds: dict[str, float] = {}
+        self._sums: Sums = {}
+        self._bounds: dict[str, Tensor] = {}
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._tokens = 0
         self._sequences = 0
 
     def add(self, sums: Sums, bounds: dict[str, Tensor] | None = None) -> None:
-        """One micro-batch."""
+        """One micro-batch. Values stay on their device: reading each at once would stall a GPU."""
         for name, value in sums.items():
-            self._sums[name] += float(value)
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
         for name, value in (bounds or {}).items():
-            choose = min if name.endswith("_min") else max
-            self._bounds[name] = choose(self._bounds.get(name, float(value)), float(value))
+            choose = torch.minimum if name.endswith("_min") else torch.maximum
+            self._bounds[name] = choose(self._bounds[name], value) if name in self._bounds else value
 
     def add_update(self, loss: float, grad_norm: float, tokens: int, sequences: int) -> None:
         """One optimizer step: its global batch's loss, gradient norm before clipping, and counts."""
@@ -107,11 +106,12 @@ class StepMetrics:
 
     def result(self) -> dict[str, float]:
         """The step's metrics by name."""
-        found = {name: value / max(self._tokens, 1) for name, value in self._sums.items()}
+        found = {name: float(value) / max(self._tokens, 1) for name, value in self._sums.items()}
+        bounds = {name: float(value) for name, value in self._bounds.items()}
         updates = max(len(self._losses), 1)
         return (
             found
-            | self._bounds
+            | bounds
             | {
                 "loss": sum(self._losses) / updates,
                 "grad_norm": sum(self._norms) / updates,

@@ -12,7 +12,7 @@ from protos.headrace.v1 import types_pb2
 from services.runtime.errors import Corrupt
 
 Array = npt.NDArray[Any]
-NUMPY: dict[types_pb2.DType, npt.DTypeLike] = {
+NUMPY: dict[types_pb2.DType.ValueType, npt.DTypeLike] = {
     types_pb2.DTYPE_UINT8: "<u1",
     types_pb2.DTYPE_INT8: "<i1",
     types_pb2.DTYPE_INT16: "<i2",
@@ -22,7 +22,7 @@ NUMPY: dict[types_pb2.DType, npt.DTypeLike] = {
     types_pb2.DTYPE_FLOAT32: "<f4",
     types_pb2.DTYPE_FLOAT64: "<f8",
 }
-REQUIRED: dict[str, types_pb2.DType] = {
+REQUIRED: dict[str, types_pb2.DType.ValueType] = {
     "ids": types_pb2.DTYPE_INT32,
     "logprobs": types_pb2.DTYPE_FLOAT32,
     "versions": types_pb2.DTYPE_INT32,
@@ -37,7 +37,7 @@ def read_columns(trajectory: types_pb2.Trajectory, tokens: int, where: str) -> d
 
 
 def _read(
-    column: types_pb2.Column | None, name: str, dtype: types_pb2.DType, tokens: int, where: str
+    column: types_pb2.Column | None, name: str, dtype: types_pb2.DType.ValueType, tokens: int, where: str
 ) -> Array:
     if column is None:
         raise Corrupt(f"Column {name} is missing", where=where)
