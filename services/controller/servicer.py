@@ -19,8 +19,9 @@ from services.controller.scheduler import Scheduler
 from services.controller.settings import ControllerSettings
 from services.controller.store import TERMINAL
 from services.recipe import Recipe
+from services.recipe.load import to_yaml
 from services.runtime.errors import Conflict, InvalidInput
-from services.runtime.home import Home
+from services.runtime.home import Home, write_atomic
 
 WATCH_WAIT_S = 2.0
 
@@ -55,7 +56,9 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
             where = ".".join(str(part) for part in first["loc"])
             raise InvalidInput(f"The recipe is wrong: {first['msg']}", where=where) from exc
         run = run or new_run_id(recipe.name)
-        Home(self._settings.home).run(run).create()
+        paths = Home(self._settings.home).run(run).create()
+        if not paths.recipe.exists():
+            write_atomic(paths.recipe, to_yaml(recipe))
         await self._store.create(
             run,
             {

@@ -65,7 +65,7 @@ def _check_row(line: bytes, where: str, env: Env, *, verified: bool) -> None:
     if verified:
         _check_verifier(row, where, env)
     else:
-        _check_answer(create["input"], where)
+        _check_answer(row, create["input"], where)
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
@@ -100,11 +100,13 @@ def _agent_name(row: dict[str, Any]) -> str:
     return str(ref.get("name", "")) if isinstance(ref, dict) else ""
 
 
-def _check_answer(conversation: Any, where: str) -> None:
-    roles = [item.get("role") for item in conversation if isinstance(item, dict)]
-    if "assistant" not in roles:
+def _check_answer(row: dict[str, Any], conversation: Any, where: str) -> None:
+    """Supervised rows end in what is to be learned: a ``target`` text, or an assistant message."""
+    messages = conversation if isinstance(conversation, list) else []
+    roles = [item.get("role") for item in messages if isinstance(item, dict)]
+    if not isinstance(row.get("target"), str) and roles[-1:] != ["assistant"]:
         raise RecipeError(
-            "A supervised row without an assistant message",
+            "A supervised row with nothing to learn",
             where=where,
-            do="End its input with the answer to learn.",
+            do='Add a "target" text to it, or end its input with an assistant message.',
         )

@@ -43,8 +43,8 @@ class LoadedRecipe:
         return to_json(self.recipe)
 
     def to_yaml(self) -> str:
-        """The resolved recipe as a file that loads to the same recipe."""
-        return yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
+        """The resolved recipe as :func:`load_resolved` reads it."""
+        return to_yaml(self.recipe)
 
     def where(self, key: str) -> str:
         """``file:line`` of ``key``, else of the nearest section above it."""
@@ -83,6 +83,11 @@ def from_dict(values: dict[str, Any], source: str = "recipe", overrides: Sequenc
 def to_json(recipe: Recipe) -> str:
     """``recipe`` as JSON, every key written out."""
     return recipe.model_dump_json()
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """``recipe`` as YAML for people, every key written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
 
 
 def flat(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

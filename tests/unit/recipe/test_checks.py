@@ -155,7 +155,9 @@ def test_a_bad_row_is_named_by_file_and_line(write: Write, row: str, said: str) 
 
 def test_a_supervised_row_needs_an_answer_and_no_verifier(write: Write) -> None:
     row = '{"responses_create_params": {"input": [{"role": "user", "content": "x"}]}}'
-    assert "without an assistant message" in bad_row(write, row, verified=False)
+    assert "nothing to learn" in bad_row(write, row, verified=False)
+    target = {**json.loads(row), "target": "2"}
+    assert check_file(write("target.jsonl", json.dumps(target)), Env(), verified=False) == 1
 
 
 def test_an_environment_may_name_the_verifier(write: Write) -> None:
