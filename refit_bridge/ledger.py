@@ -5,7 +5,7 @@ Invariants
 - At most one version is committed; the one before is superseded in the same write.
 - The run's plan and the probe's expected answer are written with the first commit that needs them, so that a
   bridge that restarts can go on, and a bad first plan never becomes the reference.
-- Generations only rise, whatever restarts.
+- Generations only rise, whatever restarts, and even if Redis lost its last writes.
 
 Keys: hash ``hr:{run}:versions`` with fields epoch, generation, committed, plan, probe, ``v:<inc>:<number>``.
 """
@@ -60,8 +60,8 @@ class VersionLedger:
 
     async def next_generation(self) -> int:
         """A generation token that was never used before."""
-        with translated(self._key):
-            return int(await self._client.hincrby(self._key, "generation", 1))
+        now = time.time_ns() // 1_000_000
+        return int(await self._scripts.call(self._client, "generation", [self._key], [now]))
 
     async def record(self, epoch: int, record: refit_pb2.VersionRecord, state: str) -> None:
         """Write ``record`` in ``state`` (staged or failed)."""

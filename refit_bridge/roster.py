@@ -29,6 +29,7 @@ LOST = refit_pb2.ENGINE_STATE_LOST
 RENDER_ONLY = refit_pb2.ENGINE_STATE_RENDER_ONLY
 RENDER_NAME = "render"
 GRACE_SECONDS = 5.0
+FORGET_SECONDS = 120.0
 
 
 @dataclass
@@ -133,12 +134,17 @@ class Roster:
         await self._notify()
 
     async def expire(self) -> None:
-        """Mark the engines whose heartbeats stopped."""
+        """Mark the engines whose heartbeats stopped, and forget those that have been away for long."""
         limit = self._clock() - self._lost_after
+        dead = [
+            m.engine for m in self._members.values() if m.state == LOST and m.seen < limit - FORGET_SECONDS
+        ]
+        for engine in dead:
+            del self._members[engine]
         gone = [m for m in self._members.values() if m.seen < limit and m.state not in (LOST, UPDATING)]
         for member in gone:
             self._to(member, LOST, f"no heartbeat for {self._lost_after:.0f} s")
-        if gone:
+        if gone or dead:
             await self._notify()
 
     def snapshot(self) -> refit_pb2.Roster:

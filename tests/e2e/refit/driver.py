@@ -1,7 +1,7 @@
 """Drives one real vLLM engine through refits and prints one JSON object for each scenario.
 
-Run as ``python -m tests.e2e.refit.driver KIND DIRECTORY [DTYPE]``; KIND is tied, untied, moe or bias. A process
-of its own, because vLLM wants its environment before its import and forks its core.
+Run as ``python -m tests.e2e.refit.driver KIND DIRECTORY [DTYPE]``; KIND is tied, untied, moe or bias. A
+process of its own, because vLLM wants its environment before its import and forks its core.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class World:
         self.servers.remove(self.bridge)
         await self.bridge.stop()
 
-    async def add_engine(self, name: str) -> FakeEngine:
-        engine = FakeEngine(self.log, name)
+    async def add_engine(self, name: str, engine: FakeEngine | None = None) -> FakeEngine:
+        engine = engine or FakeEngine(self.log, name)
         engine.run = self.run
         engine.address = (await self.serve(engine)).address
         self.engines[name] = engine

@@ -10,6 +10,7 @@ from protos.headrace.v1 import refit_pb2
 from refit_bridge.plan import TensorSpec
 from services.runtime.errors import Fenced, NotReady, Refused
 from tests.unit.refit.conftest import World
+from tests.unit.refit.fakes import FakeEngine
 
 FULL = [
     "gate closed",
@@ -280,3 +281,34 @@ async def test_watchers_see_updating_then_serving(world: World):
         await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_publish_interrupts_the_sync_of_a_late_engine_and_takes_it_along(world: World):
+    await world.setup()
+    await world.publish(1)
+    late = FakeEngine(world.log, "late")
+    late.fault = "hang"
+    await world.add_engine("late", late)
+    while "begin 1" not in world.of("late"):
+        await asyncio.sleep(0.01)
+    late.fault = ""
+    answer = await world.publish(2)
+    assert {e.engine for e in answer.engines if e.committed} == {"e0", "e1", "late"}
+    assert late.weights == 2
+    assert late.generations == sorted(set(late.generations))
+
+
+async def test_another_run_starts_with_a_ledger_of_its_own(world: World):
+    await world.setup()
+    await world.publish(4)
+    first, world.run = world.run, f"{world.run}-next"
+    await world.setup()
+    with pytest.raises(NotReady, match="0 of 1 engines"):
+        await world.publish(0, timeout=0.5)
+    for engine in world.engines.values():
+        engine.run, engine.version, engine.weights = world.run, None, 0
+    await asyncio.gather(*(world.beat(engine) for engine in world.engines.values()))
+    assert len((await world.publish(0)).engines) == 2
+    assert await world.versions() == {(0, 0): "committed"}
+    world.run = first
+    assert await world.versions() == {(0, 4): "committed"}

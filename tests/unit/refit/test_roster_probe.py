@@ -82,6 +82,14 @@ async def test_silence_loses_an_engine_and_a_new_one_replaces_it_at_its_address(
     assert [m.engine for m in roster.members] == ["two"]
 
 
+async def test_a_lost_engine_is_forgotten_after_a_while(roster: Roster, clock: Clock):
+    await roster.register(info("one"))
+    for seconds in (11, 121):
+        clock.now += seconds
+        await roster.expire()
+    assert roster.members == []
+
+
 def rows(*values: list[float]) -> list[np.ndarray]:
     return [np.array(v, np.float32) for v in values]
 
