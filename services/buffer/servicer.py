@@ -65,9 +65,11 @@ class Buffer(BufferServicer):
         async def look() -> list[pb.Work]:
             return await self._store.claim(request.run, request.worker, most)
 
-        await self._do.require(request.run)
+        work = await look()
         bell = self._upkeep.of(request.run).work
-        return pb.ClaimResponse(work=await until(look, bool, bell, _wait(request.wait_s, context)))
+        if not work and request.wait_s > 0:
+            work = await until(look, bool, bell, _wait(request.wait_s, context))
+        return pb.ClaimResponse(work=work)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Keep claims alive."""

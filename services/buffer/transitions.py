@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from services.buffer import keys
-from services.runtime.errors import Fenced, HeadraceError, NotFound, NotReady, Refused
+from services.runtime.errors import Fenced, HeadraceError, NotReady, Refused
 from services.runtime.redis_errors import translated
 from services.runtime.redis_scripts import Argument, ScriptSet
 
@@ -25,7 +25,7 @@ class Transitions:
         self.redis = redis
 
     async def call(self, run: str, name: str, *args: Argument) -> list[Any]:
-        """The reply of script ``name``, status first; raises NotReady, Fenced, Refused or NotFound."""
+        """The reply of script ``name``, status first; raises NotReady, Fenced or Refused."""
         reply: list[Any] = await _SCRIPTS.call(self.redis, name, [keys.config(run)], args)
         if reply[0] not in _GRANTED:
             raise _refusal(run, name, [_text(part) for part in reply])
@@ -63,8 +63,6 @@ def _refusal(run: str, name: str, reply: list[str]) -> HeadraceError:
                 where=where,
                 do="Restore the newest checkpoint.",
             )
-        case "unknown":
-            return NotFound("There is no such book", where=where)
     raise AssertionError(f"unknown refusal {reply}")
 
 

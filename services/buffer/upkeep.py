@@ -62,11 +62,19 @@ class RunUpkeep:
         await asyncio.wait(self._tasks)
 
     async def _repeat(self, action: Callable[[], Awaitable[None]]) -> None:
+        failing = ""
         while True:
             try:
                 await action()
-            except HeadraceError as exc:
-                log.warning("upkeep failed", run=self._run, error=str(exc))
+                failing = ""
+            except Exception as exc:  # upkeep must go on; what failed is logged
+                # Once for each fault: a Redis that is down would fill the log.
+                if failing != str(exc):
+                    failing = str(exc)
+                    expected = isinstance(exc, HeadraceError)
+                    log.error(
+                        "upkeep failed", run=self._run, error=failing, exc_info=None if expected else exc
+                    )
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _admit(self) -> None:

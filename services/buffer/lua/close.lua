@@ -1,8 +1,7 @@
 -- CloseBook: what is finished leaves as evaluated, what is not is dropped; nothing enters afterwards.
--- ARGV: book, most groups. Reply: ok, groups closed now | no_run | unknown
+-- ARGV: book, most groups. A book that nobody opened is closed too. Reply: ok, groups closed now | no_run
 if not CFG.infra then return { 'no_run' } end
 local book, counters = ARGV[1], PREFIX .. 'n:' .. ARGV[1]
-if call('EXISTS', counters) == 0 then return { 'unknown' } end
 call('HSET', counters, 'closed', '1')
 local ordinals = call('ZRANGE', PREFIX .. 'live:' .. book, 0, tonumber(ARGV[2]) - 1)
 for _, ordinal in ipairs(ordinals) do
