@@ -2,6 +2,7 @@
 
 Invariants
 - This process imports neither torch nor transformers; it checks its settings before anything is started.
+- Nothing but rank 0's gRPC server listens, and that on loopback.
 - torchrun dies with this process (death signal), the ranks with torchrun.
 - SIGTERM goes to the ranks, which drain and end with status 0; torchrun then ends by itself. A second
   SIGTERM kills.
@@ -14,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,7 @@ import psutil
 
 from services.runtime.errors import HeadraceError, InvalidInput
 from services.runtime.ports import ReservedPort
+from services.runtime.settings import split_address
 from services.runtime.spawn import wrap
 from trainer_svc.parallel.world import check_size
 from trainer_svc.settings import TrainerSettings
@@ -35,28 +38,24 @@ def main() -> int:
     try:
         settings = TrainerSettings.load()
         check_size(settings.nproc)
+        _check_port(settings)
     except HeadraceError as exc:
         print(f"trainer: {exc}", file=sys.stderr)
         return 2 if isinstance(exc, InvalidInput) else 1
-    # No session of its own: the whole job stays in the supervisor's process group.
-    job = subprocess.Popen(wrap(torchrun(settings)), env=environment(settings))
-    stopping = _Stopping(job)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stopping)
-    status = job.wait()
-    if stopping.asked:
-        return 0
-    return status if status in (0, 2) else 1
+    with tempfile.TemporaryDirectory(prefix="headrace-trainer-") as folder:
+        return _supervise(torchrun(settings, Path(folder)), environment(settings))
 
 
-def torchrun(settings: TrainerSettings) -> list[str]:
-    """The command of the job: one machine, a rendezvous on loopback, no restarts of its own."""
-    with ReservedPort.free(LOOPBACK) as free:
-        port = free.port
+def torchrun(settings: TrainerSettings, folder: Path) -> list[str]:
+    """The command of the job: one machine, no restarts of its own, a rendezvous by a file in ``folder``.
+
+    By a file, because torch's TCPStore takes connections from everywhere, without asking who it is.
+    """
     return [
         sys.executable, "-m", "torch.distributed.run",
-        "--nnodes=1", f"--nproc-per-node={settings.nproc}", "--max-restarts=0",
-        f"--master-addr={LOOPBACK}", f"--master-port={port}", f"--local-addr={LOOPBACK}",
+        "--nnodes=1", f"--nproc-per-node={settings.nproc}", "--max-restarts=0", f"--local-addr={LOOPBACK}",
+        "--rdzv-backend=c10d", "--rdzv-id=headrace", f"--rdzv-endpoint={folder / 'rendezvous'}",
+        "--rdzv-conf=store_type=file",
         "-m", "trainer_svc.rank",
     ]  # fmt: skip
 
@@ -67,11 +66,33 @@ def environment(settings: TrainerSettings) -> Mapping[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
+        # Else the agent opens a TCPStore even beside a rendezvous by file.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(settings.cpu_threads),
         "HEADRACE_LAUNCHER_PID": str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
+
+
+def _supervise(command: list[str], env: Mapping[str, str]) -> int:
+    """Start the job, pass requests to stop on, and wait for its end."""
+    # No session of its own: the whole job stays in the supervisor's process group.
+    job = subprocess.Popen(wrap(command), env=env)
+    stopping = _Stopping(job)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stopping)
+    status = job.wait()
+    if stopping.asked:
+        return 0
+    return status if status in (0, 2) else 1
+
+
+def _check_port(settings: TrainerSettings) -> None:
+    """Say that a port is taken now: from a rank it would drown in torchrun's own report."""
+    host, port = split_address(settings.listen)
+    if port and not settings.port_handed_over:
+        ReservedPort.explicit(host, port).close()
 
 
 class _Stopping:

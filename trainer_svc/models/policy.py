@@ -39,6 +39,7 @@ class Policy(nn.Module):
         self.autocast_dtype: torch.dtype | None = None
         text = network.config.get_text_config()
         self._whole_head = any(getattr(text, name, None) not in (None, 1, 1.0) for name in _LOGIT_TRANSFORMS)
+        # Ids that the model knows: 0 .. vocab_size - 1.
         self.vocab_size = int(text.vocab_size)
         self._chunk = chunk_tokens or max(1, CHUNK_ELEMENTS // self.vocab_size)
 

@@ -60,6 +60,6 @@ class WireScorer:
         return self._copy
 
     def _check_ids(self, ids: Tensor) -> None:
-        size = self._policy.network.get_input_embeddings().num_embeddings
+        size = self._policy.vocab_size
         if int(ids.min()) < 0 or int(ids.max()) >= size:
             raise InvalidInput(f"A token id is outside the vocabulary of {size}", where="Trainer.Score")

@@ -107,9 +107,7 @@ class FakeBuffer(buffer_pb2_grpc.BufferServicer):
         await self._end.wait()
         await server.stop(0)
 
-    async def Fetch(
-        self, request: buffer_pb2.FetchRequest, _: Any
-    ) -> AsyncIterator[types_pb2.Chunk]:
+    async def Fetch(self, request: buffer_pb2.FetchRequest, _: Any) -> AsyncIterator[types_pb2.Chunk]:
         await asyncio.sleep(self.delay)
         for ordinal in request.groups:
             (group,) = step_groups(request.run, ordinal // 4)[ordinal % 4 : ordinal % 4 + 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -142,7 +143,13 @@ def test_train_save_kill_resume(folder: Path, buffer: FakeBuffer) -> None:
         with pytest.raises(grpc.RpcError) as early:
             first.step(0)
         assert early.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert first.setup(folder).completed_steps == 0
+        fresh = first.setup(folder)
+        assert (fresh.completed_steps, fresh.vocab_size, fresh.HasField("checkpointed_steps")) == (
+            0,
+            64,
+            False,
+        )
+        _check_loopback(first)
         results = [first.step(number) for number in range(2)]
         assert first.step(1) == _repeated(results[1])
         saved = first.save()
@@ -208,20 +215,29 @@ def test_status_answers_while_a_step_runs(folder: Path, buffer: FakeBuffer) -> N
         job.end()
 
 
-def test_more_than_one_rank_is_refused_in_one_line(tmp_path: Path) -> None:
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HEADRACE_TRAINER_NPROC": "2",
-        "HEADRACE_TRAINER_HOME": str(tmp_path),
-    }
+def refusal(home: Path, **env: str) -> list[str]:
+    """What the launcher says when it refuses its input."""
     done = subprocess.run(
-        [sys.executable, "-m", "trainer_svc.service"], env=env, capture_output=True, text=True, timeout=30
+        [sys.executable, "-m", "trainer_svc.service"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HEADRACE_TRAINER_HOME": str(home), **env},
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
+    return done.stderr.splitlines()
+
+
+def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
+    assert refusal(tmp_path, HEADRACE_TRAINER_NPROC="2") == [
         "trainer: 2 trainer ranks are not supported yet (HEADRACE_TRAINER_NPROC). Set it to 1."
     ]
+    (line,) = refusal(tmp_path, HEADRACE_TRAINER_BUFER="127.0.0.1:1")
+    assert "HEADRACE_TRAINER_BUFFER?" in line
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (line,) = refusal(tmp_path, HEADRACE_TRAINER_LISTEN=f"127.0.0.1:{port}")
+    assert line.startswith(f"trainer: Port {port} is in use")
 
 
 def _repeated(response: trainer_pb2.StepResponse) -> trainer_pb2.StepResponse:
@@ -255,3 +271,11 @@ def _check_transport(job: Job) -> None:
     released = trainer_pb2.ReleaseWeightsRequest(run=RUN, version=version)
     job.stub.ReleaseWeights(released, timeout=10)
     assert not Path("/dev/shm", staged.shm_name).exists()
+
+
+def _check_loopback(job: Job) -> None:
+    """Nothing of the job listens beyond this machine, torchrun's rendezvous included."""
+    for process in job.family():
+        for connection in process.net_connections(kind="inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip.removeprefix("::ffff:").startswith("127."), connection
