@@ -77,7 +77,7 @@ def environment(settings: TrainerSettings) -> Mapping[str, str]:
 
 def _supervise(command: list[str], env: Mapping[str, str]) -> int:
     """Start the job, pass requests to stop on, and wait for its end."""
-    # No session of its own: the whole job stays in the supervisor's process group.
+    # torchrun stays in the supervisor's process group; it gives each rank a session of its own.
     job = subprocess.Popen(wrap(command), env=env)
     stopping = _Stopping(job)
     for number in (signal.SIGTERM, signal.SIGINT):
