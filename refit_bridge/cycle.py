@@ -19,7 +19,7 @@ from refit_bridge.phases import Phases
 from refit_bridge.probe import Logprobs
 from refit_bridge.settings import RefitSettings
 from services.runtime import rpc
-from services.runtime.errors import Corrupt, HeadraceError, NotFound, Refused
+from services.runtime.errors import Corrupt, HeadraceError, NotFound, NotReady, Refused
 
 SHORT_SECONDS = 10.0
 _MAX_NAMED = 5
@@ -201,7 +201,7 @@ class RouterGate:
         except NotFound:
             return  # The router does not know the engine yet, hence nothing is in flight there.
         if answer.in_flight:
-            raise Refused(
+            raise NotReady(
                 f"{answer.in_flight} turns are still in flight after {self._drain_seconds:.0f} s",
                 where=f"engine {engine}",
                 reason="NOT_DRAINED",

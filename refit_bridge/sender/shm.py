@@ -68,6 +68,8 @@ class ShmSender:
         self._chunk_bytes = chunk_bytes
         self._root = root
         self._staged: dict[tuple[int, int], StagedWeights] = {}
+        self._owned: dict[str, int] = {}
+        """Descriptors whose locks say that the files have a living owner."""
         shm.sweep(run, root=root)
 
     def stage(
@@ -93,7 +95,7 @@ class ShmSender:
     def release(self, incarnation: int, number: int) -> bool:
         """Give a version's memory back; False when it was not held."""
         staged = self._staged.pop((incarnation, number), None)
-        return staged is not None and shm.remove(staged.shm_name, root=self._root)
+        return staged is not None and self._remove(staged.shm_name)
 
     def close(self) -> None:
         """Release everything; idempotent."""
@@ -131,19 +133,21 @@ class ShmSender:
         slices: Sequence[shm.Slice],
         number: int,
     ) -> list[int]:
-        descriptor = shm.create(name, nbytes, root=self._root)
+        self._owned[name] = shm.create(name, nbytes, root=self._root)
         try:
-            memory = mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
-        try:
+            memory = mmap.mmap(self._owned[name], nbytes)
             buffer = torch.frombuffer(memory, dtype=torch.uint8)
             sums = [_copy(buffer, *row) for row in zip(tensors, plan, slices, strict=True)]
             _corrupt(buffer, slices, number)
             return sums
         except BaseException:
-            shm.remove(name, root=self._root)
+            self._remove(name)
             raise
+
+    def _remove(self, name: str) -> bool:
+        removed = shm.remove(name, root=self._root)
+        os.close(self._owned.pop(name))
+        return removed
 
 
 def _spec(named: NamedTensor, wire_dtype: torch.dtype) -> TensorSpec:

@@ -3,14 +3,18 @@
 Invariants
 - Names are ``headrace-<run>-<incarnation>-<number>-<random>``; nothing else is ever opened or deleted.
 - A file is written by its owner alone (mode 0600) and never changes once it has been described.
+- The owner holds a lock on the open file; one that nobody holds is left over from a process that was killed,
+  and is deleted by whoever comes next.
 - Tensors start at multiples of ``ALIGN`` bytes, so that any dtype can be viewed in place.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +24,7 @@ from services.runtime.errors import Exhausted, InvalidInput, NotFound
 
 ROOT = Path("/dev/shm")  # noqa: S108 (names are random, files are created exclusively)
 ALIGN = 64
+ORPHAN_SECONDS = 60.0
 _RUN = re.compile(r"[^A-Za-z0-9_.]+")
 _NAME = re.compile(r"headrace-([A-Za-z0-9_.-]+)-(\d+)-(\d+)-[0-9a-f]{16}")
 
@@ -61,7 +66,7 @@ def safe_path(name: str, *, root: Path = ROOT) -> Path:
 
 
 def create(name: str, nbytes: int, *, root: Path = ROOT) -> int:
-    """Create the file with ``nbytes`` of memory behind it and return its descriptor.
+    """Create the file with ``nbytes`` of memory behind it and return its descriptor, which holds the lock.
 
     Raises Exhausted when there is not enough room (a write to a full tmpfs would kill the process by SIGBUS).
     """
@@ -69,6 +74,7 @@ def create(name: str, nbytes: int, *, root: Path = ROOT) -> int:
     path = safe_path(name, root=root)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as exc:
         os.close(descriptor)
@@ -108,11 +114,29 @@ def remove(name: str, *, root: Path = ROOT) -> bool:
 
 
 def sweep(run: str, *, keep: Sequence[str] = (), root: Path = ROOT) -> list[str]:
-    """Delete what earlier processes of this run left behind; returns the names."""
+    """Delete what earlier processes of this run left behind, and what nobody owns; returns the names."""
     token = run_token(run)
-    found = [path.name for path in root.glob("headrace-*") if path.name not in keep]
-    stale = [name for name in found if (match := _NAME.fullmatch(name)) and match.group(1) == token]
-    return [name for name in stale if remove(name, root=root)]
+    found = {path.name: _NAME.fullmatch(path.name) for path in root.glob("headrace-*")}
+    mine = {name for name, match in found.items() if match and match.group(1) == token}
+    stale = [name for name, match in found.items() if match and (name in mine or _is_orphan(root / name))]
+    return [name for name in stale if name not in keep and remove(name, root=root)]
+
+
+def _is_orphan(path: Path) -> bool:
+    """Whether no process holds the lock. Young files are left alone: theirs may be about to be taken."""
+    try:
+        if time.time() - path.stat().st_mtime < ORPHAN_SECONDS:
+            return False
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # gone meanwhile, or another user's
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _free(root: Path) -> int:

@@ -151,9 +151,12 @@ async def test_a_gate_that_does_not_drain_leaves_the_engine_alone(world: World):
     await world.setup()
     await world.publish(0)
     world.router.in_flight = 3
-    with pytest.raises(Refused, match="3 turns are still in flight"):
-        await world.publish(1)
-    assert "pause" not in world.of("e0")
+    with pytest.raises(NotReady, match="3 turns are still in flight"):
+        await world.publish(1, timeout=0.5)
+    assert "begin 1" not in world.of("e0")
+    world.router.in_flight = 0
+    await world.publish(1)
+    assert await world.state("e0") == "SERVING"
 
 
 async def test_older_epochs_are_refused_also_by_a_bridge_that_restarted(world: World):

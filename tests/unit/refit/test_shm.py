@@ -47,6 +47,19 @@ def test_a_run_sweeps_its_own_stale_files_only(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([kept, other, "unrelated"])
 
 
+def test_files_of_killed_owners_are_swept_by_any_run_and_owned_ones_are_not(tmp_path: Path):
+    owned, orphan, young = (shm.new_name("elsewhere", 0, n) for n in (1, 2, 3))
+    held = shm.create(owned, 64, root=tmp_path)
+    for name in (orphan, young):
+        os.close(shm.create(name, 64, root=tmp_path))
+    for name in (owned, orphan):
+        os.utime(tmp_path / name, (0, 0))
+    assert shm.sweep("r", root=tmp_path) == [orphan]
+    os.close(held)
+    assert shm.sweep("r", root=tmp_path) == [owned]
+    assert [p.name for p in tmp_path.iterdir()] == [young]
+
+
 def test_files_are_private_and_have_their_memory_at_once(tmp_path: Path):
     name = shm.new_name("r", 1, 2)
     os.close(shm.create(name, 4096, root=tmp_path))
