@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from protos.headrace.v1 import rollout_pb2
-from rollout_svc.engine.environment import worker_environment
+from rollout_svc.engine.environment import is_cpu_build, worker_environment
 from rollout_svc.engine.lines import ENGINE_ID, EVENTS_FD, Assignment, error_of, info_of
 from rollout_svc.engine.settings import EngineSettings
 from services.runtime import spawn
@@ -66,11 +66,21 @@ class WorkerProcess:
         self._tasks = [asyncio.create_task(self._read(stream)), asyncio.create_task(self._reap())]
 
     async def assign(self, assignment: Assignment) -> rollout_pb2.EngineInfo:
-        """Give the worker its run (once) and wait until it serves; raises what ended its start."""
+        """Give the worker its run (once) and wait until it serves; raises what ended its start.
+
+        A worker that does not serve in time is ended.
+        """
         if self.assignment is None:
             self.assignment = assignment
             await self._write(assignment.line())
-        return await asyncio.shield(self._ready)
+        seconds = self._settings.start_seconds or (120.0 if is_cpu_build() else 1800.0)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ready), seconds)
+        except TimeoutError:
+            self._log.error("worker does not start", engine=self.engine, pid=self.pid, after_s=seconds)
+            self._fail(NotReady(f"The engine did not start within {seconds:g} s", do="See its log."))
+            await self.stop()
+            return await self._ready
 
     async def stop(self) -> None:
         """SIGTERM, a bounded wait, SIGKILL; idempotent."""

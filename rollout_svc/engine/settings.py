@@ -26,5 +26,7 @@ class EngineSettings(ServiceSettings):
     threads: int = Field(default=1, ge=1)
     """Compute threads on a CPU. More than one collapses as soon as another process wants a core."""
     heartbeat_seconds: float = Field(default=1.0, gt=0, le=60)
+    start_seconds: float | None = Field(default=None, gt=0)
+    """How long a worker may take from its run to its first call; None: 120 s on a CPU, 1800 s on a GPU."""
     stop_seconds: float = Field(default=8.0, ge=0)
     """How long a worker may take to end before it is killed."""

@@ -9,7 +9,7 @@ import pytest
 
 from protos.headrace.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
 from services.runtime import rpc
-from services.runtime.errors import InvalidInput, Unsupported
+from services.runtime.errors import InvalidInput, NotReady, Unsupported
 from services.runtime.service import start_server
 from services.runtime.settings import ServiceSettings
 from tests.e2e.rollout.conftest import Host, Roster, policy, turn
@@ -70,3 +70,20 @@ async def test_bad_input_is_one_clear_line(engine, model_dir):
     request.policy_json = json.dumps(body)
     with pytest.raises(InvalidInput, match="names no model"):
         await host.Setup(request, timeout=60)
+
+
+async def test_a_worker_that_does_not_start_in_time_is_replaced(tmp_path, model_dir):
+    roster = Roster()
+    refit = await start_server(roster, ServiceSettings(home=tmp_path))
+    host = Host(tmp_path, refit.address, backend="render", start_seconds="0.05")
+    try:
+        stub = rpc.stub(rollout_pb2_grpc.EngineStub, await host.address(), name="engine")
+        first = await roster.find(lambda info: True)
+        request = rollout_pb2.EngineSetupRequest(run="r", policy_json=policy(model_dir))
+        with pytest.raises(NotReady):
+            await stub.Setup(request, timeout=1)
+        await roster.find(lambda info: info.engine != first.engine)
+    finally:
+        host.kill()
+        await refit.stop(0)
+        await rpc.close_channels()
