@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ async def read_store(redis: Redis, run: str) -> Evidence:
 async def seal(redis: Redis, run: str, path: Path) -> int:
     """Write the run's evidence to ``path``; returns the number of events. Repeating it replaces the file."""
     evidence = await read_store(redis, run)
-    await asyncio.to_thread(_write, evidence, path)
+    await asyncio.to_thread(write_evidence, evidence, path)
     return len(evidence.events)
 
 
@@ -192,14 +192,20 @@ def _record(
     )
 
 
-def _write(evidence: Evidence, path: Path) -> None:
+def write_evidence(evidence: Evidence, path: Path) -> None:
+    """Seal ``evidence`` to ``path``, replacing what is there."""
     rows: list[Mapping[str, Any]] = [{"ledger": FORMAT, "run": evidence.run, "last": evidence.last}]
-    rows += [{"event": asdict(event)} for event in evidence.events]
-    rows += [{"record": asdict(record)} for record in evidence.records]
+    rows += [{"event": _plain(event)} for event in evidence.events]
+    rows += [{"record": _plain(record)} for record in evidence.records]
     rows += [{"fault": fault} for fault in evidence.faults]
     body = b"".join(_line(row) for row in rows)
     footer = {"events": len(evidence.events), "records": len(evidence.records), "sha256": _digest([body])}
     write_atomic(path, body + _line({"seal": footer}))
+
+
+def _plain(item: Event | Record) -> dict[str, Any]:
+    # Not dataclasses.asdict: it copies deeply, which for 100,000 events takes seconds.
+    return {name: getattr(item, name) for name in item.__slots__}
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -26,6 +26,8 @@ from services.runtime.supervise import ProcessEvent, ProcessSpec, ProcessStatus,
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
+# Those who give work stop before those who do it.
+STOP_STAGES = {"controller": 0, "gym": 1}
 
 
 class Stack:
@@ -112,6 +114,7 @@ class Stack:
             ready_file=self._ready_file(process.name),
             start_timeout=timeouts.get(process.service, stack.service_start_timeout_s),
             stop_timeout=stack.drain_seconds + 5.0,
+            stop_stage=STOP_STAGES.get(process.service, len(STOP_STAGES)),
         )
 
     def _environment(self, process: Process) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Invariants
 - A run is driven only under its lease; losing the lease stops the loop at once and changes nothing more.
-- Whatever ends a run, its status, summary and sealed ledger are written, in this order of importance.
+- Whatever ends a run, its ledger and summary are sealed first and its status is written last: a crash in between
+  ends it again, and whoever sees the end finds the record complete.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 import redis as redis_py
 
 from protos.headrace.v1 import buffer_pb2, refit_pb2, runs_pb2
-from services.buffer.audit import seal
 from services.controller import summary
 from services.controller.data import Draws, RowFile
 from services.controller.dispatch import TRAIN_BOOK, Dispatcher
@@ -28,7 +28,7 @@ from services.controller.settings import ControllerSettings
 from services.controller.store import LEASE_MS, RunStore, status_name
 from services.controller.validation import Validator
 from services.recipe import Recipe
-from services.runtime.errors import Fenced, HeadraceError, InvalidInput, NotFound
+from services.runtime.errors import Fenced, HeadraceError, InvalidInput
 from services.runtime.home import Home
 from services.runtime.logs import bind_ids, get_logger
 
@@ -198,16 +198,15 @@ class Scheduler:
         """Close the books of ``run`` and write what stays of it."""
         if status != runs_pb2.RUN_STATUS_COMPLETED:
             await self._close_open(run, "cancelled" if status == runs_pb2.RUN_STATUS_CANCELLED else "failed")
-        await self.store.update(run, status=int(status), error=error, ended_ns=time.time_ns(), phase="")
+        ended = {"status": status_name(status), "error": error, "ended_ns": time.time_ns()}
         paths = Home(self._settings.home).run(run).create()
         try:
-            await summary.write(self.store, self._client, paths)
-            await seal(self._client, run, paths.ledger)
-        except NotFound:
-            log.info("the run never reached the buffer: there is no ledger to seal")
-        except (HeadraceError, redis_py.RedisError, OSError) as exc:
-            log.exception("the run's record could not be sealed", error=str(exc))
-        await self.store.emit(run, "status", status_name(status) + (f": {error}" if error else ""))
+            await summary.seal_run(self.store, self._client, paths, **ended)
+        except (HeadraceError, redis_py.RedisError, OSError):
+            log.exception("the run's record could not be sealed")
+        await self.store.emit(run, "status", ended["status"] + (f": {error}" if error else ""))
+        # Last: whoever sees the end may stop this process.
+        await self.store.update(run, status=int(status), error=error, ended_ns=ended["ended_ns"], phase="")
 
     async def _close_open(self, run: str, reason: str) -> None:
         assert self._peers is not None

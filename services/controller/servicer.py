@@ -97,7 +97,10 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
     ) -> runs_pb2.Run:
         """One run with its summary."""
         message = await self._store.get(request.run)
-        message.summary_json = json.dumps(await summary.build(self._store, self._client, request.run))
+        sealed = summary.sealed(Home(self._settings.home).run(request.run))
+        message.summary_json = json.dumps(
+            sealed or await summary.build(self._store, self._client, request.run)
+        )
         return message
 
     async def List(

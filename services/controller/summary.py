@@ -11,14 +11,22 @@ import json
 from typing import Any
 
 from protos.headrace.v1 import runs_pb2
+from services.buffer.audit import audit as prove
 from services.buffer.audit import audit_store
+from services.buffer.ledger import read_store, write_evidence
+from services.buffer.steps import Steps
+from services.buffer.transitions import Transitions
 from services.controller.store import RunStore, status_name
 from services.controller.timing import total
 from services.runtime import redis
-from services.runtime.errors import NotFound
+from services.runtime.errors import HeadraceError, NotFound
 from services.runtime.home import Home, RunPaths, write_atomic
+from services.runtime.logs import get_logger
+
+log = get_logger("controller")
 
 TRAIN_BOOK = "train"
+_EMPTY = {"dispatched": 0, "trained": 0, "dropped": {}, "open": 0}
 
 
 def summary_path(paths: RunPaths) -> Any:
@@ -26,8 +34,10 @@ def summary_path(paths: RunPaths) -> Any:
     return paths.root / "summary.json"
 
 
-async def build(store: RunStore, client: Any, run: str) -> dict[str, Any]:
-    """The summary as the store has it now."""
+async def build(
+    store: RunStore, client: Any, run: str, audit: runs_pb2.AuditResponse | None = None
+) -> dict[str, Any]:
+    """The summary as the store has it now; the books as ``audit`` proved them, else as they are counted."""
     fields = await store.fields(run)
     steps = await store.steps(run)
     validations = list((await store.validations(run)).values())
@@ -47,7 +57,7 @@ async def build(store: RunStore, client: Any, run: str) -> dict[str, Any]:
         "metrics": metric_means(list(steps.values())),
         "metrics_last": steps[max(steps)]["metrics"] if steps else {},
         "engine": json.loads(fields.get("engine", "{}")),
-        "ledger": await ledger_view(client, run),
+        "ledger": proved(audit) if audit is not None else await counted(client, run),
         "timing": {k: round(v, 3) for k, v in timing.items()},
         "throughput": throughput(list(steps.values()), timing),
         "incarnation": int(journal.get("incarnation", "0")),
@@ -93,17 +103,21 @@ def _fold(name: str, values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-async def ledger_view(client: Any, run: str) -> dict[str, Any]:
-    """The training book in groups, and the same in samples; empty for a run that never reached the buffer."""
-    empty = {"dispatched": 0, "trained": 0, "dropped": {}, "open": 0}
-    try:
-        audit = await audit_store(client, run)
-    except NotFound:
-        return {**empty, "balanced": True}
+def proved(audit: runs_pb2.AuditResponse) -> dict[str, Any]:
+    """The training book in groups, and the same in samples, as the audit recounted them."""
     for book in audit.books:
         if book.book == TRAIN_BOOK:
             return {**_counts(book.groups), "samples": _counts(book.samples), "balanced": audit.balanced}
-    return {**empty, "balanced": audit.balanced}
+    return {**_EMPTY, "balanced": audit.balanced}
+
+
+async def counted(client: Any, run: str) -> dict[str, Any]:
+    """The same from the buffer's cached counts: cheap, for a run in progress; says nothing of balance."""
+    try:
+        progress = await Steps(Transitions(client)).progress(run, TRAIN_BOOK)
+    except HeadraceError:
+        return dict(_EMPTY)
+    return {**_counts(progress.groups), "samples": _counts(progress.samples)}
 
 
 def _counts(counts: Any) -> dict[str, Any]:
@@ -129,11 +143,35 @@ def throughput(steps: list[dict[str, Any]], timing: dict[str, float]) -> dict[st
     return out
 
 
-async def write(store: RunStore, client: Any, paths: RunPaths) -> dict[str, Any]:
-    """Build the summary and keep it on disk."""
-    summary = await build(store, client, paths.run_id)
+async def seal_run(
+    store: RunStore, client: Any, paths: RunPaths, *, status: str, error: str, ended_ns: int
+) -> dict[str, Any]:
+    """Seal the ledger, audit it, and write the summary; a run that never reached the buffer has no ledger.
+
+    How the run ended is given, not read: the store says it only once this is on disk.
+    """
+    audit = None
+    try:
+        evidence = await read_store(client, paths.run_id)
+    except NotFound:
+        log.info("the run never reached the buffer: there is no ledger to seal")
+    else:
+        # A long run's evidence takes seconds: the loop must go on renewing the lease meanwhile.
+        await asyncio.to_thread(write_evidence, evidence, paths.ledger)
+        audit = await asyncio.to_thread(prove, evidence)
+    summary = await build(store, client, paths.run_id, audit)
+    summary.update(status=status, error=error, ended_ns=ended_ns)
     write_atomic(summary_path(paths), json.dumps(summary, indent=1))
     return summary
+
+
+def sealed(paths: RunPaths) -> dict[str, Any] | None:
+    """The summary of an ended run, as it was written at its end."""
+    path = summary_path(paths)
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found if found["status"] in ("completed", "cancelled", "failed") else None
 
 
 def load(home: Home, run: str) -> dict[str, Any]:
@@ -141,11 +179,9 @@ def load(home: Home, run: str) -> dict[str, Any]:
 
     The store comes second for a run that has ended: then the file is whole and needs no Redis.
     """
-    path = summary_path(home.run(run))
-    if path.is_file():
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found["status"] in ("completed", "cancelled", "failed"):
-            return found
+    found = sealed(home.run(run))
+    if found is not None:
+        return found
     return asyncio.run(_load_from_store(home, run))
 
 
@@ -153,6 +189,13 @@ async def _load_from_store(home: Home, run: str) -> dict[str, Any]:
     with redis.acquire(home.root) as handle:
         client = redis.connect(handle.url)
         try:
-            return await build(RunStore(client), client, run)
+            return await build(RunStore(client), client, run, await _audit_or_none(client, run))
         finally:
             await client.aclose()
+
+
+async def _audit_or_none(client: Any, run: str) -> runs_pb2.AuditResponse | None:
+    try:
+        return await audit_store(client, run)
+    except NotFound:
+        return None

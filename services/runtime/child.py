@@ -39,6 +39,8 @@ class ProcessSpec:
     restart: bool = True
     start_timeout: float = 60.0
     stop_timeout: float = 15.0
+    stop_stage: int = 0
+    """Lower stages are stopped first; those of one stage together."""
     cwd: Path | None = None
 
 

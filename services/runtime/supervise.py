@@ -97,20 +97,24 @@ class Supervisor:
         return dict(self._child(name).record)
 
     async def stop_all(self, timeout: float | None = None) -> None:
-        """Stop in reverse order of the start: SIGTERM, a bounded wait each, SIGKILL of the whole group."""
+        """Stop stage by stage: SIGTERM, a bounded wait, SIGKILL of the whole group."""
         self._stopping = True
-        for child in reversed(list(self._children.values())):
+        for child in self._children.values():
             child.restart_at = None
-            if not child.running:
-                continue
-            child.terminate()
-            end = time.monotonic() + (child.spec.stop_timeout if timeout is None else timeout)
-            while child.running and time.monotonic() < end:
-                self._reap(child)
-                await asyncio.sleep(POLL_SECONDS / 2)
-            child.kill()
-            self._event("stopped", child)
+        for stage in sorted({child.spec.stop_stage for child in self._children.values()}):
+            running = [c for c in self._children.values() if c.running and c.spec.stop_stage == stage]
+            for child in running:
+                child.terminate()
+            await asyncio.gather(*(self._stop(child, timeout) for child in running))
         self._sweeper.close()
+
+    async def _stop(self, child: Child, timeout: float | None) -> None:
+        end = time.monotonic() + (child.spec.stop_timeout if timeout is None else timeout)
+        while child.running and time.monotonic() < end:
+            self._reap(child)
+            await asyncio.sleep(POLL_SECONDS / 2)
+        child.kill()
+        self._event("stopped", child)
 
     def kill_all(self) -> None:
         """SIGKILL every group at once; for a second signal of the user."""

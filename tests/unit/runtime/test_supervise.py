@@ -104,19 +104,19 @@ async def test_late_start_names_the_log(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-async def test_stop_goes_in_reverse_and_kills_what_does_not_listen(tmp_path: Path) -> None:
+async def test_stop_goes_by_stage_and_kills_what_does_not_listen(tmp_path: Path) -> None:
     events: list[ProcessEvent] = []
     supervisor = Supervisor(events.append)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     await supervisor.start_all(
         [
-            spec(tmp_path, "first", "time.sleep(60)", ready=True),
+            spec(tmp_path, "last", "time.sleep(60)", ready=True, stop_stage=1),
             spec(tmp_path, "deaf", deaf, ready=True, stop_timeout=0.3),
         ]
     )
     await asyncio.sleep(0.3)
     await supervisor.stop_all()
-    assert [event.name for event in events if event.kind == "stopped"] == ["deaf", "first"]
+    assert [event.name for event in events if event.kind == "stopped"] == ["deaf", "last"]
     assert [status.exit_status for status in supervisor.status()] == [-15, -9]
 
 
