@@ -5,7 +5,7 @@ A fault that is nobody's declared error keeps its traceback: hiding it would hel
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from services.recipe import RecipeError
 from services.runtime.errors import HeadraceError, InvalidInput, NotFound
@@ -23,12 +23,27 @@ class Explained(NamedTuple):
 
 def explain(exc: Exception) -> Explained | None:
     """How ``exc`` is told; None when it is no declared error."""
+    if _is_usage(exc):
+        return _usage(exc)
     if isinstance(exc, RecipeError):
         return Explained(one_line(str(exc)), BAD_INPUT)
     if isinstance(exc, HeadraceError):
         bad_input = isinstance(exc, InvalidInput | NotFound)
         return Explained(one_line(str(exc)), BAD_INPUT if bad_input else FAILED)
     return None
+
+
+def _is_usage(exc: Any) -> bool:
+    # By shape: the class that Typer raises for a wrong command line moved between its releases.
+    return hasattr(exc, "format_message") and hasattr(exc, "ctx")
+
+
+def _usage(exc: Any) -> Explained:
+    if type(exc).__name__ == "NoArgsIsHelpError":
+        return Explained("", BAD_INPUT)  # the help has been shown, which says it all
+    command = exc.ctx.command_path if exc.ctx is not None else "headrace"
+    text = one_line(exc.format_message()).rstrip(".")
+    return Explained(f"{text}. See `{command} --help`.", BAD_INPUT)
 
 
 def one_line(text: str) -> str:

@@ -6,6 +6,7 @@ interruption; with ``--json`` stdout carries one JSON value and nothing else.
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Annotated
 
 import typer
 
+from services.cli.roster import SERVICES
+
 app = typer.Typer(
     name="headrace",
-    help="Post-train language models by reinforcement learning, as a set of independent services.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -28,6 +30,23 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
 Address = Annotated[str, typer.Option(help="Controller, HOST:PORT.", envvar="HEADRACE_ADDRESS")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, or `last`.")]
+_SERVICE_HELP = f"One of {', '.join(sorted(SERVICES))}."
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"headrace {importlib.metadata.version('headrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def headrace(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Post-train language models by reinforcement learning, as a set of independent services."""
 
 
 @app.command()
@@ -73,7 +92,7 @@ def watch(
 
 
 @app.command()
-def serve(name: Annotated[str, typer.Argument(metavar="NAME", help="Which service.")]) -> None:
+def serve(name: Annotated[str, typer.Argument(metavar="NAME", help=_SERVICE_HELP)]) -> None:
     """Serve one service in this process; settings come from HEADRACE_<NAME>_*."""
     from services.cli.serve import serve_command
 
@@ -122,10 +141,10 @@ def runs_audit(run_id: RunName = "last", as_json: Json = False) -> None:
     raise typer.Exit(audit_command(run_id, as_json=as_json))
 
 
-def guarded(action: Callable[[], None]) -> int:
+def guarded(action: Callable[[], object]) -> int:
     """Run ``action``; the exit status of how it ended."""
     try:
-        action()
+        status = action()
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else 0
     except KeyboardInterrupt:
@@ -140,14 +159,20 @@ def guarded(action: Callable[[], None]) -> int:
         explained = explain(exc)
         if explained is None:
             raise
-        print(f"error: {explained.line}", file=sys.stderr)
+        if explained.line:
+            print(f"error: {explained.line}", file=sys.stderr)
         return explained.status
-    return 0
+    return status if isinstance(status, int) else 0
+
+
+def _app() -> object:
+    # Not standalone: a wrong command line is told by us, in one line like everything else.
+    return app(prog_name="headrace", standalone_mode=False)
 
 
 def main() -> int:
     """Entry point of the ``headrace`` command."""
-    return guarded(app)
+    return guarded(_app)
 
 
 if __name__ == "__main__":

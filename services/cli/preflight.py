@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.cli.roster import SERVICES
 from services.recipe import LoadedRecipe, Recipe, RecipeError
@@ -16,7 +17,8 @@ from services.recipe.data_check import check_data
 from services.recipe.errors import BadKeyError
 from services.recipe.files import check_files
 from services.recipe.not_built import refuse_not_built
-from services.runtime.errors import InvalidInput
+from services.runtime.errors import InvalidInput, NotReady
+from services.runtime.home import default_home
 from services.runtime.ports import ReservedPort
 from services.runtime.redis_server import find_server
 from services.runtime.settings import is_loopback, split_address
@@ -58,8 +60,26 @@ def check_machine(recipe: Recipe) -> None:
                 f"{package} is not installed",
                 do="Install headrace with the extra cpu or gpu; see `headrace doctor`.",
             )
+    if recipe.cluster.gpus_per_node and not list(Path("/dev").glob("nvidia[0-9]*")):
+        raise InvalidInput(
+            "This machine has no GPU", where="cluster.gpus_per_node", do="Set it to 0 to run on the CPU."
+        )
     if recipe.stack.redis_url is None:
         find_server()
+    else:
+        _check_redis(recipe.stack.redis_url)
+
+
+def _check_redis(url: str) -> None:
+    """An external Redis answers and does not evict."""
+    from services.runtime.redis import acquire
+
+    try:
+        acquire(default_home(), url).close()
+    except NotReady as exc:
+        raise InvalidInput(
+            "No Redis answers", where=url, do="Start it, or set stack.redis_url to null."
+        ) from exc
 
 
 def reserve_ports(recipe: Recipe) -> dict[str, ReservedPort]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from services.cli.report import print_summary
 from services.client import AsyncClient, Client
 from services.controller import summary
 from services.recipe import load
-from services.runtime.errors import NotFound, NotReady
+from services.runtime.errors import InvalidInput, NotFound, NotReady
 from services.runtime.home import Home, RunPaths, default_home, resolve_run
+from services.runtime.settings import split_address
 
 
 def submit_command(recipe: Path, overrides: Sequence[str], address: str, *, as_json: bool) -> None:
     """Check ``recipe`` here, submit it to ``address``, say its id."""
     loaded = load(recipe, overrides)
     check_recipe(loaded)
-    with Client(address) as client:
+    with _reached(address), Client(address) as client:
         run = client.submit(loaded)
     if as_json:
         print_json({"run_id": run.run, "name": run.name, "kind": run.kind, "address": address})
@@ -43,7 +45,8 @@ def watch_command(name: str, address: str | None, *, as_json: bool) -> int:
             print_summary(ended, as_json=as_json)
             return _status(ended)
         name, address = paths.run_id, controller_of(paths)
-    found = asyncio.run(_watch(name, address))
+    with _reached(address):
+        found = asyncio.run(_watch(name, address))
     print_summary(found, as_json=as_json)
     return _status(found)
 
@@ -58,6 +61,25 @@ def controller_of(paths: RunPaths) -> str:
             do=f"Start it with `headrace run --resume {paths.run_id}`, or give --address.",
         )
     return str(json.loads(file.read_text())["address"])
+
+
+@contextmanager
+def _reached(address: str) -> Iterator[None]:
+    """Says in plain words that ``address`` is wrong or that nobody answers there."""
+    try:
+        split_address(address)
+    except ValueError as exc:
+        raise InvalidInput(str(exc), where="--address") from exc
+    try:
+        yield
+    except NotReady as exc:
+        if "grpc_code" not in exc.details:  # a controller did answer
+            raise
+        raise NotReady(
+            "No controller answers",
+            where=address,
+            do="Start a stack (`headrace serve`), or give the controller of one with --address.",
+        ) from exc
 
 
 async def _watch(name: str, address: str) -> dict[str, Any]:

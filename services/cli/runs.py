@@ -27,6 +27,9 @@ def list_command(limit: int, *, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
+    if not found:
+        say(f"no runs yet in {home.runs}")
+        return
     table = Table("run", "kind", "status", "steps", "accuracy", box=None, padding=(0, 2, 0, 0))
     for run in found:
         accuracy = run["accuracy"]

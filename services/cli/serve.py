@@ -12,6 +12,8 @@ import os
 
 from services.cli.roster import SERVICES, Service
 from services.runtime.errors import InvalidInput
+from services.runtime.ports import ReservedPort
+from services.runtime.settings import is_loopback, split_address
 
 
 def serve_command(name: str) -> int:
@@ -23,9 +25,21 @@ def serve_command(name: str) -> int:
         raise InvalidInput(f"There is no service {name!r}", do=hint)
     for key, value in default_environment(service).items():
         os.environ.setdefault(key, value)
+    _check_port(service)
     module = importlib.import_module(service.module)
     status = module.main()
     return int(status)
+
+
+def _check_port(service: Service) -> None:
+    """Say that the port is taken before anything is loaded; a broken LISTEN is the settings' to refuse."""
+    try:
+        host, port = split_address(os.environ[f"{service.prefix}LISTEN"])
+    except ValueError:
+        return
+    handed_over = f"{service.prefix}PORT_HANDED_OVER" in os.environ
+    if port and not handed_over and is_loopback(host):
+        ReservedPort.explicit(host, port).close()
 
 
 def default_environment(service: Service) -> dict[str, str]:

@@ -18,6 +18,7 @@ from services.buffer.steps import Steps
 from services.buffer.transitions import Transitions
 from services.controller.store import RunStore, status_name
 from services.controller.timing import total
+from services.recipe.load import load_resolved
 from services.runtime import redis
 from services.runtime.errors import HeadraceError, NotFound
 from services.runtime.home import Home, RunPaths, write_atomic
@@ -96,9 +97,9 @@ def metric_means(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _fold(name: str, values: list[float]) -> float:
-    if name.endswith("_max"):
+    if name.endswith(("_max", "/max")):
         return max(values)
-    if name.endswith("_min"):
+    if name.endswith(("_min", "/min")):
         return min(values)
     return sum(values) / len(values)
 
@@ -186,10 +187,17 @@ def load(home: Home, run: str) -> dict[str, Any]:
 
 
 async def _load_from_store(home: Home, run: str) -> dict[str, Any]:
-    with redis.acquire(home.root) as handle:
+    url = load_resolved(home.run(run).recipe).recipe.stack.redis_url
+    with redis.acquire(home.root, url) as handle:
         client = redis.connect(handle.url)
         try:
             return await build(RunStore(client), client, run, await _audit_or_none(client, run))
+        except NotFound as exc:
+            raise NotFound(
+                f"{run} was stopped before its controller knew of it",
+                where=str(home.run(run).root),
+                do=f"Start it with `headrace run --resume {run}`.",
+            ) from exc
         finally:
             await client.aclose()
 

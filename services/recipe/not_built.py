@@ -77,6 +77,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "logger.monitor_gpus": (False,),
     "checkpointing.ft_save_period": (None,),
     "checkpointing.model_save_format": ("safetensors",),
+    "cluster.gpus_per_node": (0, 1),
     "cluster.num_nodes": (1,),
     "on_policy_distillation": ({}, {"enabled": False}),
     "reward_penalties": ({},),

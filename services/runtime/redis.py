@@ -79,7 +79,12 @@ class EmbeddedRedis:
         self._home = home
         self._folder = Home(home).redis
         self._program = find_server()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise InvalidInput(
+                f"Cannot write: {exc.strerror}", where=str(home), do="Set HEADRACE_HOME."
+            ) from exc
         self._user = FileLock(self._folder / "users.lock").lock(LOCK_SECONDS, shared=True)
         self.socket = socket_path(home)
 
@@ -146,8 +151,8 @@ def acquire(home: Path, url: str | None = None) -> RedisHandle:
 
 
 class _CancellableRedis(redis_async.Redis):
-    """redis-py sends through ``asyncio.wait_for``, which on Python 3.11 loses a cancel that arrives as the send
-    ends; the task that was told to end would go on for ever. Such a cancel is raised again here."""
+    """redis-py sends through ``asyncio.wait_for``, which on Python 3.11 loses a cancel that arrives as the
+    send ends; the task that was told to end would go on for ever. Such a cancel is raised again here."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         task = asyncio.current_task()

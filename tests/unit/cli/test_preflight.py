@@ -158,3 +158,13 @@ def test_help_is_quick_because_it_imports_nothing_else() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_gpus_that_are_not_there_or_not_built(headrace: Headrace, recipe: Path, tmp_path: Path) -> None:
+    line = refused(headrace("run", str(recipe), "cluster.gpus_per_node=8"), tmp_path / "home")
+    assert "cluster.gpus_per_node: 8 is not built yet" in line
+
+
+def test_redis_of_a_url_that_does_not_answer(headrace: Headrace, recipe: Path, tmp_path: Path) -> None:
+    line = refused(headrace("run", str(recipe), "stack.redis_url=redis://127.0.0.1:1"), tmp_path / "home")
+    assert "No Redis answers (redis://127.0.0.1:1)" in line
