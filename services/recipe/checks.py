@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from services.recipe import names
 from services.recipe.errors import BadKeyError
 from services.recipe.root import Recipe
 
@@ -125,6 +126,27 @@ def _validation(recipe: Recipe) -> Iterator[BadKeyError]:
         )
 
 
+def _names(recipe: Recipe) -> Iterator[BadKeyError]:
+    env, data = recipe.env, recipe.data
+    found = {f"env.environments.{name}.verifier": entry.verifier for name, entry in env.environments.items()}
+    for key, name in {"env.default_verifier": env.default_verifier, **found}.items():
+        yield from _unknown(key, "verifier", name, names.verifiers(env))
+    for name, verifier in env.verifiers.items():
+        if "path" not in verifier.options:
+            yield from _unknown(f"env.verifiers.{name}", "verifier", name, set(names.VERIFIERS))
+    for name, entry in env.environments.items():
+        agent = entry.options.get("agent")
+        yield from _unknown(f"env.environments.{name}.options", "agent", agent, set(names.AGENTS))
+    for name, source in (("train", data.train), ("validation", data.validation)):
+        if source is not None:
+            yield from _unknown(f"data.{name}.agent", "agent", source.agent, names.agents(env))
+
+
+def _unknown(key: str, what: str, name: str | None, known: set[str]) -> Iterator[BadKeyError]:
+    if name is not None and name not in known:
+        yield BadKeyError(key, f"there is no {what} {name!r}", do=names.remedy(name, known))
+
+
 def _engines(recipe: Recipe) -> Iterator[BadKeyError]:
     stack = recipe.stack
     if stack.min_engines > stack.engines:
@@ -149,6 +171,6 @@ def _schedule(recipe: Recipe) -> Iterator[BadKeyError]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[BadKeyError]], ...] = (
-    _group_size, _batches, _lengths, _truncated_importance, _clips, _on_policy, _validation, _engines,
-    _schedule,
+    _group_size, _batches, _lengths, _truncated_importance, _clips, _on_policy, _validation, _names,
+    _engines, _schedule,
 )  # fmt: skip

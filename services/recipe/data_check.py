@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from services.recipe import names
 from services.recipe.errors import RecipeError
 from services.recipe.root import Recipe
 from services.recipe.surroundings import Env
@@ -62,8 +63,10 @@ def _check_row(line: bytes, where: str, env: Env, *, verified: bool) -> None:
         raise RecipeError(
             "responses_create_params has no input", where=where, do="Give it a text or messages."
         )
+    if isinstance(row.get("environment"), str):
+        _known("environment", row["environment"], names.environments(env), where)
     if verified:
-        _check_verifier(row, where, env)
+        _check_verified(row, where, env)
     else:
         _check_answer(row, create["input"], where)
 
@@ -79,14 +82,25 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _check_verifier(row: dict[str, Any], where: str, env: Env) -> None:
+def _known(what: str, name: str, known: set[str], where: str) -> None:
+    if name not in known:
+        raise RecipeError(
+            f"A row that names an unknown {what}, {name!r}", where=where, do=names.remedy(name, known)
+        )
+
+
+def _check_verified(row: dict[str, Any], where: str, env: Env) -> None:
     environment = env.environments.get(str(row.get("environment") or _agent_name(row)))
-    if not (row.get("verifier") or (environment and environment.verifier) or env.default_verifier):
+    verifier = row.get("verifier") or (environment and environment.verifier) or env.default_verifier
+    if not verifier:
         raise RecipeError(
             "A row that names no verifier",
             where=where,
             do='Add "verifier" to it, or set env.default_verifier.',
         )
+    _known("verifier", str(verifier), names.verifiers(env), where)
+    if not names.chooses_agent(environment) and _agent_name(row):
+        _known("agent", _agent_name(row), names.agents(env), where)
     if _ROUTING.issuperset(row):
         raise RecipeError(
             "A row with nothing to verify against",

@@ -11,7 +11,7 @@ import pytest
 
 ROW = {
     "responses_create_params": {"input": [{"type": "message", "role": "user", "content": "1 + 1 ="}]},
-    "verifier": "exact",
+    "verifier": "exact_answer",
     "expected_answer": "2",
 }
 RECIPE = """\

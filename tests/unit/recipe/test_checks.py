@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,11 +148,61 @@ SUPERVISED = {
         ('{"responses_create_params": ', "not JSON"),
         ("[1]", "no JSON object"),
         ('{"responses_create_params": {"input": "x"}, "expected_answer": "2"}', "names no verifier"),
-        ('{"responses_create_params": {"input": "x"}, "verifier": "exact"}', "nothing to verify against"),
+        (
+            '{"responses_create_params": {"input": "x"}, "verifier": "exact_answer"}',
+            "nothing to verify against",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(write: Write, row: str, said: str) -> None:
     assert said in bad_row(write, row)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"verifier": "exact_anwser"}, "unknown verifier, 'exact_anwser'"),
+        ({"agent_ref": {"name": "single_trun"}}, "unknown agent, 'single_trun'"),
+        ({"environment": "chess"}, "unknown environment, 'chess'"),
+    ],
+)
+def test_a_name_that_nobody_has_is_refused_with_the_nearest(
+    write: Write, changes: dict[str, Any], said: str
+) -> None:
+    line = bad_row(write, json.dumps({**ROW, **changes}))
+    assert said in line
+    assert ("Did you mean" in line) == ("chess" not in said)
+
+
+def test_names_of_the_recipe_are_known(write: Write) -> None:
+    env = Env.model_validate(
+        {
+            "environments": {"chess": {"options": {"path": "own:Chess"}}, "sums": {}},
+            "verifiers": {"mine": {"options": {"path": "own:score"}}},
+        }
+    )
+    rows = [
+        {**ROW, "verifier": "mine"},
+        {**ROW, "environment": "chess", "agent_ref": {"name": "whatever"}},
+        {**ROW, "agent_ref": {"name": "sums"}},
+    ]
+    path = write("own.jsonl", "\n".join(map(json.dumps, rows)))
+    assert check_file(path, env, verified=True) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("env.default_verifier=exact", "env.default_verifier"),
+        ("env.environments={sums: {verifier: exact}}", "env.environments.sums.verifier"),
+        ("env.environments={sums: {options: {agent: nobody}}}", "env.environments.sums.options"),
+        ("env.verifiers={mine: {timeout_s: 3}}", "env.verifiers.mine"),
+        ("data.train.agent=nobody", "data.train.agent"),
+    ],
+)
+def test_a_recipe_that_names_what_nobody_has(recipe: Path, override: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=f"{re.escape(key)}: there is no"):
+        load(recipe, [override])
 
 
 def test_a_supervised_row_needs_an_answer_and_no_verifier(write: Write) -> None:
@@ -163,9 +215,10 @@ def test_a_supervised_row_needs_an_answer_and_no_verifier(write: Write) -> None:
 def test_an_environment_may_name_the_verifier(write: Write) -> None:
     row = {key: value for key, value in ROW.items() if key != "verifier"}
     path = write("rows.jsonl", json.dumps({**row, "environment": "sums"}))
-    env = Env.model_validate({"environments": {"sums": {"verifier": "exact"}}})
+    env = Env.model_validate({"environments": {"sums": {"verifier": "exact_answer"}}})
     assert check_file(path, env, verified=True) == 1
-    assert check_file(path, Env(default_verifier="exact"), verified=True) == 1
+    path = write("plain.jsonl", json.dumps(row))
+    assert check_file(path, Env(default_verifier="exact_answer"), verified=True) == 1
 
 
 def test_ten_thousand_rows_take_no_time(write: Write, recipe: Path) -> None:
