@@ -5,7 +5,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock protos protos-check lint format types imports unit contract e2e chaos test demo clean
+.PHONY: help install lock protos protos-check docs lint format types imports unit contract e2e chaos test demo clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ protos: install ## Regenerate the contract's code; refuses a breaking change (AC
 
 protos-check: install ## Fail when the generated code is stale or the contract was broken
 	@$(PY) -m scripts.protos check
+
+docs: install ## Rewrite the table of recipe keys in docs/recipes.md
+	@$(PY) -m scripts.recipe_reference write
 
 lint: install ## Style
 	@.venv/bin/ruff check .

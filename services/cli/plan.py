@@ -12,7 +12,7 @@ from rich.table import Table
 from services.cli.output import console, print_json
 from services.cli.preflight import processes
 from services.recipe import LoadedRecipe, load
-from services.recipe.not_built import not_built
+from services.recipe.not_built import NO_EFFECT, not_built
 
 
 def plan_command(recipe: Path, overrides: Sequence[str], *, as_json: bool) -> None:
@@ -39,6 +39,7 @@ def make_plan(loaded: LoadedRecipe) -> dict[str, Any]:
         "processes": [process.name for process in processes(recipe)],
         "gpus": recipe.cluster.gpus_per_node * recipe.cluster.num_nodes,
         "not_built": {found.key: found.value for found in not_built(recipe)},
+        "no_effect": sorted(key for key in NO_EFFECT if loaded.origins.get(key, "default") != "default"),
         "keys": {
             key: {"value": _at(values, key), "origin": loaded.origins[key]} for key in sorted(loaded.origins)
         },
@@ -69,6 +70,8 @@ def _print_plan(plan: dict[str, Any]) -> None:
     out.print(head)
     for key, value in plan["not_built"].items():
         out.print(f"not built yet: {key} = {json.dumps(value)}", style="yellow", markup=False)
+    for key in plan["no_effect"]:
+        out.print(f"without effect for now: {key}", style="yellow", markup=False)
     keys = Table("key", "value", "origin", box=None, padding=(0, 2, 0, 0))
     for key, entry in plan["keys"].items():
         style = "dim" if entry["origin"] == "default" else ""

@@ -7,6 +7,7 @@ train something else than the recipe says.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from services.recipe.errors import BadKeyError
@@ -30,6 +31,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "grpo.reward_shaping.enabled": (False,),
     "grpo.max_rollout_turns": (1,),
     "grpo.adv_estimator.name": ("grpo",),
+    "grpo.adv_estimator.minus_baseline": (True,),
     "grpo.invalid_tool_call_advantage": (None,),
     "grpo.malformed_thinking_advantage": (None,),
     "grpo.stop_at_validation_metric": (None,),
@@ -65,6 +67,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "policy.generation.vllm_cfg.expose_http_server": (False,),
     "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False,),
     "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update": (False,),
+    "data.max_input_seq_length": (None,),
     "data.use_multiple_dataloader": (False,),
     "data.default": ({},),
     "env.should_use_nemo_gym": (False,),
@@ -76,6 +79,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "logger.swanlab_enabled": (False,),
     "logger.monitor_gpus": (False,),
     "checkpointing.ft_save_period": (None,),
+    "checkpointing.ft_keep_latest_k": (None,),
+    "checkpointing.checkpoint_must_save_by": (None,),
     "checkpointing.model_save_format": ("safetensors",),
     "cluster.gpus_per_node": (0, 1),
     "cluster.num_nodes": (1,),
@@ -88,6 +93,33 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "stack.replicas.buffer": (1,),
     "stack.replicas.reward": (1,),
 }  # fmt: skip
+
+
+# Keys that belong to a switch of the table above, or to another program's way of doing things. What is
+# trained does not depend on them.
+NO_EFFECT = frozenset({
+    "grpo.val_batch_size", "grpo.skip_reference_policy_logprobs_calculation",
+    "grpo.dynamic_sampling_max_gen_batches",
+    "grpo.reward_shaping.overlong_buffer_length", "grpo.reward_shaping.overlong_buffer_penalty",
+    "grpo.reward_shaping.max_response_length", "grpo.reward_shaping.stop_properly_penalty_coef",
+    "grpo.async_grpo.max_trajectory_age_steps", "grpo.async_grpo.max_generation_failures",
+    "grpo.async_grpo.in_flight_weight_updates", "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+    "policy.generation_batch_size", "policy.automodel_cfg._v2",
+    "policy.automodel_cfg.moe_parallelizer.ignore_router_for_ac",
+    "policy.automodel_cfg.moe_parallelizer.reshard_after_forward",
+    "policy.dynamic_batching.sequence_length_round", "policy.sequence_packing.algorithm",
+    "policy.sequence_packing.sequence_length_round", "policy.make_sequence_length_divisible_by",
+    "policy.refit_buffer_size_gb", "data.train.dataset_name", "data.train.env_name",
+    "data.validation.dataset_name", "data.validation.env_name", "data.num_workers",
+    "env.should_log_nemo_gym_responses", "logger.log_dir", "logger.num_val_samples_to_print", "logger.wandb",
+    "logger.tensorboard", "logger.mlflow", "logger.swanlab", "logger.gpu_monitoring", "cluster.segment_size",
+    "cluster.master_port_range", "checkpointing.save_consolidated",
+})  # fmt: skip
+
+
+def switches() -> Mapping[str, tuple[Any, ...]]:
+    """Key -> the values that are built, for documentation."""
+    return _OFF
 
 
 def not_built(recipe: Recipe) -> list[NotBuilt]:
