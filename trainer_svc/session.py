@@ -17,7 +17,7 @@ from google.protobuf import json_format
 
 from protos.headrace.v1 import trainer_pb2
 from refit_bridge.sender import HuggingFaceSource, ShmSender
-from services.runtime.errors import Corrupt, InvalidInput, Unsupported
+from services.runtime.errors import Corrupt, InvalidInput, Refused, Unsupported
 from services.runtime.logs import get_logger
 from trainer_svc.checkpoint import contents
 from trainer_svc.checkpoint.directory import replace_directory
@@ -101,8 +101,10 @@ class Session:
         """Put the current weights into shared memory as ``request.version``."""
         if request.transport not in ("", "shm"):
             raise Unsupported(f"Transport {request.transport} is not built yet", do="Use shm.")
-        source = HuggingFaceSource(self.learner.policy.network)
         version = request.version
+        if self.sender.get(version.incarnation, version.number) is None:
+            self._check_current(version.number)
+        source = HuggingFaceSource(self.learner.policy.network)
         return self.sender.stage(version.incarnation, version.number, source, self._wire_dtype()).response()
 
     def score(self, sequences: list[torch.Tensor], temperature: float) -> list[torch.Tensor]:
@@ -158,6 +160,17 @@ class Session:
             )
         _log.info("resumed", path=str(checkpoint.path), completed_steps=self.completed_steps)
         return learner
+
+    def _check_current(self, number: int) -> None:
+        """A version is named after the steps in its weights; other weights must never travel under its name."""
+        if number != self.completed_steps:
+            raise Refused(
+                f"Version {number} cannot be staged: the weights are those of {self.completed_steps} steps",
+                where="Trainer.StageWeights",
+                do="Publish the version of the completed steps.",
+                reason="WRONG_VERSION",
+                completed_steps=str(self.completed_steps),
+            )
 
     def _progress(self, metrics: Mapping[str, float]) -> contents.Progress:
         stored = None

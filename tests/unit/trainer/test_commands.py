@@ -95,6 +95,26 @@ def test_steps_out_of_order_are_refused_naming_both(rig: Rig) -> None:
             rig.step(wrong)
 
 
+def test_weights_travel_under_the_number_of_their_steps_only(rig: Rig) -> None:
+    def stage(incarnation: int, number: int) -> trainer_pb2.StageWeightsResponse:
+        version = types_pb2.PolicyVersion(incarnation=incarnation, number=number)
+        return rig.trainer.stage(
+            trainer_pb2.StageWeightsRequest(run=RUN, version=version, fence=fence(1, number))
+        )
+
+    rig.setup()
+    rig.step(0)
+    try:
+        first = stage(0, 1)
+        rig.step(1)
+        with pytest.raises(Refused, match="Version 1 cannot be staged: the weights are those of 2 steps"):
+            stage(1, 1)
+        assert stage(0, 1) == first  # still held: a late engine may ask for it
+        assert stage(0, 2).version.digest != first.version.digest
+    finally:
+        rig.trainer.close()
+
+
 def test_an_older_epoch_is_fenced_after_a_newer_one_spoke(rig: Rig) -> None:
     rig.setup()
     rig.step(0, epoch=3)
