@@ -1,0 +1,1 @@
+"""The contract: protobuf definitions and the code generated from them."""
