@@ -40,7 +40,7 @@ class EngineHost(ServiceApp, rollout_pb2_grpc.EngineServicer):
     async def start(self) -> None:
         """Start the worker and register it."""
         self._heartbeat = Heartbeat(self._settings.refit, self.describe, self._settings.heartbeat_seconds)
-        self.pool = WorkerPool(self._settings, self._heartbeat.left)
+        self.pool = WorkerPool(self._settings, self._heartbeat.left, self.fail)
         await self.pool.start()
         self._heartbeat.start()
 

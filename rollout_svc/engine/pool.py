@@ -1,7 +1,8 @@
 """Keeps one warm worker: starts it, replaces it when it ends or when another run wants it.
 
-Invariants: there is at most one worker; its successor has another engine id and waits for a Setup; restarts
-of workers that never warmed up wait 0.2 s to 5 s.
+Invariants: there is at most one worker; its successor has another engine id and waits for a Setup. A worker
+that ended before it served is followed by the next after 0.2 s to 5 s; ``MAX_FAILURES`` such workers in a row
+are a crash loop, of which ``failed`` is told: the host ends, and its supervisor counts.
 """
 
 from __future__ import annotations
@@ -13,18 +14,29 @@ from protos.headrace.v1 import rollout_pb2
 from rollout_svc.engine.lines import Assignment
 from rollout_svc.engine.process import WorkerProcess
 from rollout_svc.engine.settings import EngineSettings
-from services.runtime.errors import NotReady
+from services.runtime.errors import HeadraceError, Internal, NotReady
 from services.runtime.logs import get_logger
 
 BACKOFF_SECONDS = (0.2, 5.0)
+MAX_FAILURES = 3
+SUCCESSOR_SECONDS = 10.0
 
 
 class WorkerPool:
-    """One worker at a time. ``replaced`` is told the engine id of a worker that has ended, and why."""
+    """One worker at a time.
 
-    def __init__(self, settings: EngineSettings, replaced: Callable[[str, str], None]) -> None:
+    ``replaced`` is told the engine id of a worker that has ended, and why; ``failed`` that none can be kept.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        replaced: Callable[[str, str], None],
+        failed: Callable[[HeadraceError], None],
+    ) -> None:
         self._settings = settings
         self._replaced = replaced
+        self._failed = failed
         self._worker: WorkerProcess | None = None
         self._lock = asyncio.Lock()
         self._started = asyncio.Event()
@@ -42,6 +54,7 @@ class WorkerPool:
         """Start the first worker and the task that keeps one there."""
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep(), name="worker keeper")
+        self._keeper.add_done_callback(self._kept)
 
     async def stop(self) -> None:
         """End the worker for good."""
@@ -57,8 +70,9 @@ class WorkerPool:
             worker = self.worker
             if worker.assignment not in (None, assignment):
                 self._log.info("worker gives way to another run", engine=worker.engine, run=assignment.run)
+                self._started.clear()
                 await worker.stop()
-                await self._successor(worker)
+                await asyncio.wait_for(self._started.wait(), SUCCESSOR_SECONDS)
                 worker = self.worker
             waiting = asyncio.ensure_future(worker.assign(assignment))
             await asyncio.sleep(0)  # the assignment is taken before the lock is free
@@ -70,22 +84,32 @@ class WorkerPool:
         self._worker = worker
         self._started.set()
 
-    async def _successor(self, former: WorkerProcess) -> None:
-        async with asyncio.timeout(10.0):
-            while self._worker is former or self._worker is None:
-                await self._started.wait()
-
     async def _keep(self) -> None:
         failures = 0
         while True:
             worker = self.worker
             await worker.ended.wait()
             self._worker = None
-            self._started.clear()
             self._replaced(worker.engine, "its worker has ended")
-            # An assignment that cannot be served ends a warm worker; only one that never warms up backs off.
-            failures = 0 if worker.warm else failures + 1
+            failures = 0 if worker.served else failures + 1
+            if failures >= MAX_FAILURES:
+                raise Internal(
+                    f"{failures} workers in a row ended before they served; the last: {worker.failure}",
+                    where="engine",
+                    do="See the engine's log.",
+                    reason="CRASH_LOOP",
+                )
             if failures:
                 low, high = BACKOFF_SECONDS
                 await asyncio.sleep(min(high, low * 2.0**failures))
             await self._spawn()
+
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        """Nobody keeps a worker any more: unless it was meant, the host must not go on without."""
+        if keeper.cancelled():
+            return
+        error = keeper.exception()
+        if isinstance(error, HeadraceError):
+            self._failed(error)
+        else:
+            self._failed(Internal(f"No worker can be started: {error}", where="engine"))

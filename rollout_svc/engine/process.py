@@ -48,6 +48,16 @@ class WorkerProcess:
         """Process id; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
+    @property
+    def served(self) -> bool:
+        """Whether it has served its run."""
+        return self._ready.done() and self._ready.exception() is None
+
+    @property
+    def failure(self) -> str:
+        """Why it has not served, once it has ended."""
+        return str(self._ready.exception()) if self._ready.done() else ""
+
     async def start(self) -> None:
         """Spawn the process; it begins to import at once."""
         reading, writing = os.pipe()
