@@ -98,6 +98,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 # Keys that belong to a switch of the table above, or to another program's way of doing things. What is
 # trained does not depend on them.
 NO_EFFECT = frozenset({
+    "stack.trace",
     "grpo.val_batch_size", "grpo.skip_reference_policy_logprobs_calculation",
     "grpo.dynamic_sampling_max_gen_batches",
     "grpo.reward_shaping.overlong_buffer_length", "grpo.reward_shaping.overlong_buffer_penalty",
