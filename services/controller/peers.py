@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,13 @@ from protos.headrace.v1 import (
 from services.controller.settings import ControllerSettings
 from services.recipe import Recipe
 from services.runtime import rpc
-from services.runtime.errors import HeadraceError
+from services.runtime.errors import HeadraceError, InvalidInput, Unsupported
 from services.runtime.logs import get_logger
 
 log = get_logger("controller")
+
+REFUSALS = (InvalidInput, Unsupported)
+Setup = Callable[[float], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,17 @@ class RunContext:
     checkpoint_dir: str
 
     def fence(self, step: int) -> types_pb2.Fence:
+        """The fencing token of a command for ``step``."""
         return types_pb2.Fence(epoch=self.epoch, step=step)
 
     @property
     def supervised(self) -> bool:
+        """Whether the run learns from given answers, without sampling and publishing."""
         return self.recipe.kind == "sft"
 
     @property
     def seed(self) -> int:
+        """The run's seed: draws, sampling and training follow from it."""
         return self.recipe.seed
 
     @property
@@ -89,23 +95,28 @@ class Peers:
             refit_pb2_grpc.RefitStub, settings.refit, name="refit"
         )
 
-    async def setup_light(self, ctx: RunContext, timeout: float) -> list[str]:
-        """Set up everything but trainer and bridge; returns what could not be reached, in words."""
-        calls: dict[str, Awaitable[Any]] = {
-            "buffer": self.buffer.Setup(buffer_setup(ctx), timeout=timeout),
-            "rollout": self.rollout.Setup(rollout_setup(ctx), timeout=timeout),
-        }
+    def light_setups(self, ctx: RunContext) -> dict[str, Setup]:
+        """Setup of everything but trainer and bridge, by service; each takes its timeout in seconds."""
         env = json.dumps(ctx.recipe.env.model_dump(mode="json"))
-        for i, reward in enumerate(self.rewards):
-            request = reward_pb2.RewardSetupRequest(run=ctx.run, env_json=env)
-            calls[f"reward {i}"] = reward.Setup(request, timeout=timeout)
-        for i, gym in enumerate(self.gyms):
-            ask = gym_pb2.GymSetupRequest(run=ctx.run, env_json=env, seed=ctx.seed)
-            calls[f"gym {i}"] = gym.Setup(ask, timeout=timeout)
-        answers = await asyncio.gather(*calls.values(), return_exceptions=True)
+        reward = reward_pb2.RewardSetupRequest(run=ctx.run, env_json=env)
+        gym = gym_pb2.GymSetupRequest(run=ctx.run, env_json=env, seed=ctx.seed)
+        calls: list[tuple[str, Callable[..., Awaitable[Any]], Any]]
+        calls = [("buffer", self.buffer.Setup, buffer_setup(ctx))]
+        calls += [("rollout", self.rollout.Setup, rollout_setup(ctx))]
+        calls += [(f"reward {i}", stub.Setup, reward) for i, stub in enumerate(self.rewards)]
+        calls += [(f"gym {i}", stub.Setup, gym) for i, stub in enumerate(self.gyms)]
+        return {name: _bound(method, request) for name, method, request in calls}
+
+    async def setup_light(self, ctx: RunContext, timeout: float) -> list[str]:
+        """Set up everything but trainer and bridge; returns what could not be reached, in words.
+
+        Raises InvalidInput or Unsupported when a service refuses the run: asking again would not help.
+        """
+        setups = self.light_setups(ctx)
+        answers = await asyncio.gather(*(setup(timeout) for setup in setups.values()), return_exceptions=True)
         failed = []
-        for name, answer in zip(calls, answers, strict=True):
-            if isinstance(answer, HeadraceError):
+        for name, answer in zip(setups, answers, strict=True):
+            if isinstance(answer, HeadraceError) and not isinstance(answer, REFUSALS):
                 failed.append(f"{name}: {answer}")
             elif isinstance(answer, BaseException):
                 raise answer
@@ -132,6 +143,10 @@ class Peers:
                 log.warning("gym release failed", error=str(exc))
 
 
+def _bound(method: Callable[..., Awaitable[Any]], request: Any) -> Setup:
+    return lambda timeout: method(request, timeout=timeout)
+
+
 def buffer_setup(ctx: RunContext) -> buffer_pb2.BufferSetupRequest:
     """Budgets and admission rules of a run."""
     stack = ctx.recipe.stack
@@ -147,12 +162,13 @@ def buffer_setup(ctx: RunContext) -> buffer_pb2.BufferSetupRequest:
 
 
 def rollout_setup(ctx: RunContext) -> rollout_pb2.RolloutSetupRequest:
+    """The policy section, for renderer and engines."""
     policy = json.dumps(ctx.recipe.policy.model_dump(mode="json"))
     return rollout_pb2.RolloutSetupRequest(run=ctx.run, policy_json=policy, seed=ctx.seed)
 
 
 def refit_setup(ctx: RunContext, vocab_size: int) -> refit_pb2.RefitSetupRequest:
-    """Probe and quorum of a run; the probe's ids are fixed so that every version answers the same question."""
+    """Probe and quorum of a run; every version answers the same question."""
     stack, generation = ctx.recipe.stack, ctx.recipe.policy.generation
     return refit_pb2.RefitSetupRequest(
         run=ctx.run,

@@ -1,8 +1,8 @@
 """Bringing the services to one common place before the step loop goes on.
 
 Invariants: every life of the loop begins here, the first one too; a trainer life that the journal does not
-know has lost the weights since the last checkpoint, so the incarnation rises and the buffer gives back the groups
-of later steps before anything is published.
+know has lost the weights since the last checkpoint, so the incarnation rises and the buffer gives back the
+groups of later steps before anything is published.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import time
 
 from protos.headrace.v1 import buffer_pb2, refit_pb2, trainer_pb2
-from services.controller.peers import Peers, RunContext
+from services.controller.peers import REFUSALS, Peers, RunContext, Setup
 from services.controller.progress import Progress
 from services.controller.store import RunStore
 from services.controller.validation import Validator
@@ -86,7 +86,7 @@ class Recovery:
         await self._store.emit(self._ctx.run, "restore", text, step=steps, values={"groups": answer.groups})
 
     async def publish(self, *, wait_s: float) -> refit_pb2.PublishResponse:
-        """Publish the version of ``completed``; waits up to ``wait_s`` for engines that are still starting."""
+        """Publish the version of ``completed``; waits up to ``wait_s`` seconds for engines to start."""
         request = refit_pb2.PublishRequest(
             run=self._ctx.run,
             fence=self._ctx.fence(self._progress.completed),
@@ -104,19 +104,45 @@ class Recovery:
                 await asyncio.sleep(RETRY_S)
 
     async def watch(self) -> None:
-        """Keep the light services set up; raises TrainerLost when the trainer's memory is gone."""
+        """Keep the services set up; raises TrainerLost when the trainer's memory is gone.
+
+        Each service is looked after by itself: one that does not answer holds up nobody else.
+        """
+        setups = self._peers.light_setups(self._ctx)
+        tasks = [asyncio.create_task(self._keep(name, setup)) for name, setup in setups.items()]
+        tasks.append(asyncio.create_task(self._watch_trainer()))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, name: str, setup: Setup) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await setup(SETUP_S)
+            except REFUSALS:
+                raise
+            except HeadraceError as exc:
+                log.debug("service is away", service=name, error=str(exc))
+
+    async def _watch_trainer(self) -> None:
         seen = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_S)
-            for text in await self._peers.setup_light(self._ctx, SETUP_S):
-                log.debug("service is away", error=text)
             try:
-                await self._peers.setup_refit(self._ctx, self._vocab, SETUP_S)
                 state = await self._peers.trainer.Status(trainer_pb2.TrainerStatusRequest(), timeout=3)
+                if state.process != self._progress.trainer:
+                    raise TrainerLost("The trainer process was replaced", where=state.process)
+                await self._peers.setup_refit(self._ctx, self._vocab, SETUP_S)
+            except TrainerLost:
+                raise
             except HeadraceError as exc:
                 if time.monotonic() - seen > self._ctx.recipe.stack.trainer_start_timeout_s:
                     raise NotReady(f"A service has been away for too long: {exc}") from exc
                 continue
             seen = time.monotonic()
-            if state.process != self._progress.trainer:
-                raise TrainerLost("The trainer process was replaced", where=state.process)

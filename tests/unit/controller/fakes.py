@@ -199,8 +199,13 @@ class FakeGym(gym_pb2_grpc.GymServicer):
         return gym_pb2.GymReleaseResponse()
 
 
+@dataclass
 class FakeRewards(reward_pb2_grpc.RewardsServicer):
+    error: HeadraceError | None = None
+
     async def Setup(self, request: reward_pb2.RewardSetupRequest, context: Context) -> Any:
+        if self.error is not None:
+            await fail(context, self.error)
         return reward_pb2.RewardSetupResponse()
 
 
@@ -211,6 +216,7 @@ class FakeStack:
         self.buffer = FakeBuffer()
         self.trainer = FakeTrainer()
         self.refit = FakeRefit()
+        self.rewards = FakeRewards()
         self.address = ""
         self._server: grpc.aio.Server | None = None
 
@@ -221,7 +227,7 @@ class FakeStack:
         refit_pb2_grpc.add_RefitServicer_to_server(self.refit, self._server)
         rollout_pb2_grpc.add_RolloutServicer_to_server(FakeRollout(), self._server)
         gym_pb2_grpc.add_GymServicer_to_server(FakeGym(), self._server)
-        reward_pb2_grpc.add_RewardsServicer_to_server(FakeRewards(), self._server)
+        reward_pb2_grpc.add_RewardsServicer_to_server(self.rewards, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self.address = f"127.0.0.1:{port}"

@@ -18,7 +18,7 @@ from services.controller.servicer import RunsServicer
 from services.controller.settings import ControllerSettings
 from services.controller.store import TERMINAL
 from services.runtime import redis, rpc
-from services.runtime.errors import Corrupt
+from services.runtime.errors import Corrupt, InvalidInput
 from tests.unit.controller.fakes import FakeStack
 
 # grpc.aio keeps one poller for a process: one event loop for all tests of this file.
@@ -166,6 +166,13 @@ async def test_a_refused_version_fails_the_run_and_names_the_tensor(
     message = await world.wait(await world.submit(recipe))
     assert message.status == runs_pb2.RUN_STATUS_FAILED
     assert "lm_head.weight" in message.error
+
+
+async def test_a_service_that_refuses_the_run_ends_it_at_once(world: World, recipe: dict[str, Any]) -> None:
+    world.stack.rewards.error = InvalidInput("There is no verifier 'exakt'", where="env.verifiers")
+    message = await world.wait(await world.submit(recipe), timeout=3)
+    assert message.status == runs_pb2.RUN_STATUS_FAILED
+    assert "exakt" in message.error
 
 
 async def test_cancel_ends_a_run_and_the_next_one_starts(world: World, recipe: dict[str, Any]) -> None:
