@@ -49,6 +49,7 @@ class RowFile:
         return len(self._rows)
 
     def row(self, index: int) -> Row:
+        """Row ``index`` of the file, from 0."""
         return self._rows[index]
 
 
@@ -72,10 +73,9 @@ class Draws:
 
 
 def agent_of(row: Row, default: str | None, *, supervised: bool) -> types_pb2.AgentRef:
-    """The agent that drives ``row``: its own ``agent_ref``, else ``default``; supervised data has one agent."""
+    """The agent that drives ``row``: its own ``agent_ref``, else ``default``."""
     ref = None if supervised else json.loads(row.json).get("agent_ref")
     if isinstance(ref, dict) and ref.get("name"):
         return types_pb2.AgentRef(type=str(ref.get("type", AGENT_TYPE)), name=str(ref["name"]))
-    return types_pb2.AgentRef(
-        type=AGENT_TYPE, name=default or ("supervised" if supervised else "single_turn")
-    )
+    name = default or ("supervised" if supervised else "single_turn")
+    return types_pb2.AgentRef(type=AGENT_TYPE, name=name)

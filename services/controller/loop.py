@@ -1,10 +1,10 @@
 """The step loop: lease → step → commit → publish, fenced by (epoch, step), in lives.
 
 Invariants
-- Every command of a step can be repeated, and is after a crash; the journal moves on only when the step is trained,
-  committed and published.
-- A life ends when the trainer lost its memory or a service stayed away; the next one begins with recovery. Lives
-  without progress are limited.
+- Every command of a step can be repeated, and is after a crash; the journal moves on only when the step is
+  trained, committed and published.
+- A life ends when the trainer lost its memory or a service stayed away; the next one begins with recovery.
+  Lives without progress are limited.
 - Synchronous training is W = 0: groups of step t open once version t is committed.
 """
 

@@ -23,6 +23,7 @@ class Progress:
 
     @classmethod
     def from_journal(cls, journal: dict[str, str]) -> Progress:
+        """The place that the journal names; the beginning for an empty one."""
         return cls(
             completed=int(journal.get("completed", "0")),
             incarnation=int(journal.get("incarnation", "0")),

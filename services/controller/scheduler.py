@@ -2,8 +2,8 @@
 
 Invariants
 - A run is driven only under its lease; losing the lease stops the loop at once and changes nothing more.
-- Whatever ends a run, its ledger and summary are sealed first and its status is written last: a crash in between
-  ends it again, and whoever sees the end finds the record complete.
+- Whatever ends a run, its ledger and summary are sealed first and its status is written last: a crash in
+  between ends it again, and whoever sees the end finds the record complete.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import redis as redis_py
@@ -152,10 +153,10 @@ class Scheduler:
 
     async def _prepare(self, ctx: RunContext, peers: Peers) -> tuple[StepLoop, int]:
         recipe = ctx.recipe
-        rows = RowFile(_path(recipe.data.train.data_path))
+        rows = RowFile(Path(recipe.data.train.data_path))
         await self._check_fingerprint(ctx.run, rows)
         source = recipe.data.validation
-        held_out = RowFile(_path(source.data_path), limit=recipe.grpo.max_val_samples) if source else None
+        held_out = RowFile(Path(source.data_path), limit=recipe.grpo.max_val_samples) if source else None
         max_steps = recipe.max_steps
         if recipe.max_epochs is not None:
             max_steps = min(max_steps, recipe.max_epochs * len(rows) // recipe.prompts_per_step)
@@ -177,7 +178,7 @@ class Scheduler:
             await self.store.write_journal(run, data=rows.fingerprint)
         elif known != rows.fingerprint:
             raise InvalidInput(
-                f"The training data changed: the run began with {known[:12]}, the file is {rows.fingerprint[:12]}",
+                f"The training data changed: it was {known[:12]}, the file is {rows.fingerprint[:12]}",
                 where=str(rows.path), do="Resume with the original file, or start a new run.",
             )  # fmt: skip
 
@@ -198,15 +199,17 @@ class Scheduler:
         """Close the books of ``run`` and write what stays of it."""
         if status != runs_pb2.RUN_STATUS_COMPLETED:
             await self._close_open(run, "cancelled" if status == runs_pb2.RUN_STATUS_CANCELLED else "failed")
-        ended = {"status": status_name(status), "error": error, "ended_ns": time.time_ns()}
+        name, ended_ns = status_name(status), time.time_ns()
         paths = Home(self._settings.home).run(run).create()
         try:
-            await summary.seal_run(self.store, self._client, paths, **ended)
+            await summary.seal_run(
+                self.store, self._client, paths, status=name, error=error, ended_ns=ended_ns
+            )
         except (HeadraceError, redis_py.RedisError, OSError):
             log.exception("the run's record could not be sealed")
-        await self.store.emit(run, "status", ended["status"] + (f": {error}" if error else ""))
+        await self.store.emit(run, "status", f"{name}: {error}" if error else name)
         # Last: whoever sees the end may stop this process.
-        await self.store.update(run, status=int(status), error=error, ended_ns=ended["ended_ns"], phase="")
+        await self.store.update(run, status=int(status), error=error, ended_ns=ended_ns, phase="")
 
     async def _close_open(self, run: str, reason: str) -> None:
         assert self._peers is not None
@@ -216,9 +219,3 @@ class Scheduler:
             await self._peers.release(run)
         except HeadraceError as exc:
             log.warning("open groups stay open", error=str(exc))
-
-
-def _path(text: str) -> Any:
-    from pathlib import Path
-
-    return Path(text)

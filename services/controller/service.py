@@ -30,6 +30,7 @@ class ControllerApp(ServiceApp):
         self._task: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Hold Redis and add the servicer."""
         self._handle = redis.acquire(self._settings.home, self._settings.redis_url)
         self._client = redis.connect(self._handle.url)
         self._scheduler = Scheduler(self._settings, self._client)
@@ -38,15 +39,18 @@ class ControllerApp(ServiceApp):
         return [runs_pb2.DESCRIPTOR.services_by_name["Runs"].full_name]
 
     async def start(self) -> None:
+        """Begin to drive runs."""
         assert self._scheduler is not None
         self._task = asyncio.create_task(self._scheduler.forever())
 
     def readiness(self) -> tuple[bool, str]:
+        """Ready while the scheduler lives."""
         if self._task is not None and self._task.done():
             return False, "the scheduler has ended"
         return True, ""
 
     async def stop(self) -> None:
+        """Stop driving; the run stays as it is, for the next controller."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

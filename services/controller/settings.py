@@ -6,7 +6,7 @@ from services.runtime.settings import ServiceSettings, service_config
 
 
 class ControllerSettings(ServiceSettings):
-    """Where the controller's peers are. Addresses are HOST:PORT; several gym or reward replicas are commas apart."""
+    """Where the controller's peers are: HOST:PORT each; replicas of gym and reward are commas apart."""
 
     model_config = service_config("controller")
 

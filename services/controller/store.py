@@ -51,6 +51,7 @@ class RunStore:
 
     @staticmethod
     def key(run: str, name: str) -> str:
+        """The Redis key of a run's ``name``."""
         return f"hr:{{{run}}}:{name}"
 
     async def _script(self, name: str, keys: list[str], args: list[str | int | bytes]) -> Any:
@@ -65,6 +66,7 @@ class RunStore:
         await self._redis.zadd(RUNS_KEY, {run: now / 1e9})
 
     async def update(self, run: str, **fields: str | float) -> None:
+        """Set fields of the run's record."""
         await self._redis.hset(self.key(run, "run"), mapping=fields)
 
     async def fields(self, run: str) -> dict[str, str]:
@@ -116,10 +118,12 @@ class RunStore:
     # -- journal ----------------------------------------------------------------------------------------
 
     async def journal(self, run: str) -> dict[str, str]:
+        """The whole journal."""
         raw = await self._redis.hgetall(self.key(run, "journal"))
         return {k.decode(): v.decode() for k, v in raw.items()}
 
     async def write_journal(self, run: str, **fields: str | float) -> None:
+        """Set fields of the journal."""
         await self._redis.hset(self.key(run, "journal"), mapping=fields)
 
     async def draw(self, run: str, name: str, count: int) -> Draw:
@@ -128,14 +132,17 @@ class RunStore:
         return Draw(int(first), int(given))
 
     async def drawn(self, run: str, name: str) -> bool:
+        """Whether ``name`` has drawn before."""
         return bool(await self._redis.hexists(self.key(run, "journal"), f"draw:{name}"))
 
     # -- records by step --------------------------------------------------------------------------------
 
     async def put_step(self, run: str, step: int, record: dict[str, Any]) -> None:
+        """Keep the record of a train step."""
         await self._redis.hset(self.key(run, "steps"), str(step), json.dumps(record))
 
     async def put_validation(self, run: str, step: int, record: dict[str, Any]) -> None:
+        """Keep the record of a validation pass."""
         await self._redis.hset(self.key(run, "validations"), str(step), json.dumps(record))
 
     async def put_extra_seconds(self, run: str, completed: int, seconds: dict[str, float]) -> None:
@@ -153,9 +160,11 @@ class RunStore:
         return out
 
     async def steps(self, run: str) -> dict[int, dict[str, Any]]:
+        """Records of train steps, by step."""
         return await self._records(run, "steps")
 
     async def validations(self, run: str) -> dict[int, dict[str, Any]]:
+        """Records of validation passes, by completed steps."""
         return await self._records(run, "validations")
 
     async def _records(self, run: str, name: str) -> dict[int, dict[str, Any]]:

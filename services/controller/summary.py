@@ -1,6 +1,6 @@
 """The object that ``headrace runs show --json`` prints.
 
-Invariants: built from the store alone, so that it is the same for a live run, after a crash and after the end;
+Invariants: built from the store alone, hence the same for a live run, after a crash and after the end;
 ``timing`` phases and ``idle`` add up to ``total``; a value that nobody measured is absent, never zero.
 """
 

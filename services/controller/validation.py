@@ -3,7 +3,7 @@
 Invariants
 - Accuracy is the mean raw reward over the samples that ended (completed or truncated). Samples that failed
   are counted apart and never averaged in as zero.
-- A pass is recorded once per step; a pass that a restore interrupted is dropped and run again under a new name.
+- A pass is recorded once per step; one that a restore interrupted is dropped and runs again under a new name.
 """
 
 from __future__ import annotations
