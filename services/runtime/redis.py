@@ -157,7 +157,7 @@ class _CancellableRedis(redis_async.Redis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
-        answer = await super().execute_command(*args, **options)
+        answer = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         if task is not None and task.cancelling() > before:
             raise asyncio.CancelledError
         return answer
