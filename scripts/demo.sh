@@ -8,6 +8,6 @@ OUT="${DEMO_DIR:-build/tiny}"
 
 scripts/install.sh
 .venv/bin/python recipes/tiny/prepare.py --out "$OUT" --seed "$SEED"
-.venv/bin/headrace run recipes/tiny/arithmetic-warmup.yaml
-.venv/bin/headrace run recipes/tiny/arithmetic.yaml
+.venv/bin/headrace run recipes/tiny/arithmetic-warmup.yaml "sft.seed=$SEED"
+.venv/bin/headrace run recipes/tiny/arithmetic.yaml "grpo.seed=$SEED"
 .venv/bin/python scripts/demo_report.py

@@ -113,6 +113,7 @@ class RunStore:
         return bool(await self._redis.exists(self.key(run, "lease")))
 
     async def release(self, run: str, holder: str) -> None:
+        """Give the lease back if ``holder`` has it."""
         await self._script("release", [self.key(run, "lease")], [holder])
 
     # -- journal ----------------------------------------------------------------------------------------

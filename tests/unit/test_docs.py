@@ -1,4 +1,4 @@
-"""The guides cannot rot in silence: recipes load, Python compiles, links lead somewhere, settings are all told."""
+"""The guides cannot rot in silence: recipes load, Python compiles, links lead somewhere, settings are told."""
 
 from __future__ import annotations
 
