@@ -1,6 +1,5 @@
 # Everything runs from .venv, which `make install` creates and every target brings up to date.
 SEED ?= 0
-DEMO_DIR ?= build/tiny
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
@@ -55,7 +54,7 @@ test: lint types imports protos-check ## Everything: style, types, import rules 
 	@$(PYTEST) tests/unit tests/contract tests/e2e
 
 demo: ## Train a small model through every service and show what it learned
-	@SEED=$(SEED) DEMO_DIR=$(DEMO_DIR) scripts/demo.sh
+	@SEED=$(SEED) scripts/demo.sh
 
 clean: ## Remove what was built (not .venv)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

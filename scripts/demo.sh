@@ -4,10 +4,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 SEED="${SEED:-0}"
-OUT="${DEMO_DIR:-build/tiny}"
 
 scripts/install.sh
-.venv/bin/python recipes/tiny/prepare.py --out "$OUT" --seed "$SEED"
+.venv/bin/python recipes/tiny/prepare.py --out build/tiny --seed "$SEED"
 .venv/bin/headrace run recipes/tiny/arithmetic-warmup.yaml "sft.seed=$SEED"
 .venv/bin/headrace run recipes/tiny/arithmetic.yaml "grpo.seed=$SEED"
 .venv/bin/python scripts/demo_report.py
