@@ -1,4 +1,4 @@
-"""The guides cannot rot in silence: recipes load, Python compiles, links lead somewhere, settings are told."""
+"""The guides do not rot in silence: recipes load, Python compiles, links and settings are right."""
 
 from __future__ import annotations
 
