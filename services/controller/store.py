@@ -196,7 +196,7 @@ class RunStore:
 
 def run_message(run: str, fields: dict[str, str]) -> runs_pb2.Run:
     """A run record as the contract's message."""
-    number = {name: int(float(fields.get(name, "0") or 0)) for name in
+    number = {name: int(fields.get(name) or 0) for name in
               ("status", "completed_steps", "max_steps", "created_ns", "started_ns", "ended_ns")}  # fmt: skip
     return runs_pb2.Run(
         run=run,

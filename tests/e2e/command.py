@@ -70,9 +70,12 @@ class Home:
         """The folder of a run."""
         return self.path / "runs" / name
 
-    def members(self) -> list[psutil.Process]:
-        """Processes that carry this home in their environment."""
-        return _carriers(self.path)
+    def left(self, seconds: float = 10.0) -> list[psutil.Process]:
+        """Processes of this home that are still there after ``seconds`` (Redis leaves 2 s after its user)."""
+        end = time.monotonic() + seconds
+        while (found := _carriers(self.path)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return found
 
 
 class Scales:
@@ -99,11 +102,14 @@ class Scales:
                 self.heaviest = found
 
     def _weigh(self) -> dict[str, int]:
+        # Redis and vLLM rewrite their titles, and with them the environment that one sees: found as children.
         processes: dict[int, psutil.Process] = {}
         with contextlib.suppress(psutil.Error):
-            top = psutil.Process(self._pid)
-            processes = {p.pid: p for p in [top, *top.children(recursive=True)]}
+            processes[self._pid] = psutil.Process(self._pid)
         processes.update({p.pid: p for p in _carriers(self._home)})
+        for process in list(processes.values()):
+            with contextlib.suppress(psutil.Error):
+                processes.update({p.pid: p for p in process.children(recursive=True)})
         found: dict[str, int] = {}
         for pid, process in processes.items():
             with contextlib.suppress(psutil.Error):

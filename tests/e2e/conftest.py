@@ -15,7 +15,7 @@ import yaml
 from services.runtime.trace_files import read_spans
 from tests.e2e.command import ROOT, Finished, Home
 
-STEPS, PROMPTS, SAMPLES, VALIDATION_ROWS, WARM_STEPS = 6, 8, 4, 64, 40
+STEPS, PROMPTS, SAMPLES, VALIDATION_ROWS, WARM_STEPS = 6, 8, 4, 64, 120
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def sft_run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A short warm start; its home is that of the GRPO run too."""
     home = Home(tmp_path_factory.mktemp("spine") / "home")
     recipe = world.recipe(
-        "arithmetic-warmup", {"sft.max_num_steps": WARM_STEPS, "checkpointing.save_period": 20}
+        "arithmetic-warmup", {"sft.max_num_steps": WARM_STEPS, "checkpointing.save_period": 60}
     )
     done = home.headrace("run", str(recipe), "--json")
     assert done.status == 0, done.stderr

@@ -10,8 +10,8 @@ from typing import Any
 
 from services.buffer.payload import unpack
 from services.runtime import redis
+from tests.chaos.world import PROMPTS, SAMPLES
 from tests.e2e.command import Home
-from tests.e2e.conftest import PROMPTS, SAMPLES
 
 PATIENCE_S = 150
 SHORT = ("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0", "grpo.max_num_steps=3")
@@ -35,7 +35,7 @@ def check_blocked(home: Home, summary: dict[str, Any], tensor: str) -> None:
     assert audit.json["balanced"] is True
     trained = audit.json["books"]["train"]["groups"]
     assert (trained["dispatched"], trained["trained"], trained["open"]) == (PROMPTS, PROMPTS, 0)
-    assert home.members() == []
+    assert home.left() == []
 
 
 def served_versions(home: Home, run: str) -> set[int]:

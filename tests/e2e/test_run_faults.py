@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.world import make_world
 from tests.e2e.command import Home
-from tests.e2e.conftest import Run, World
 from tests.e2e.faults import check_blocked, failed_run
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def fault_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose first batch has a gradient, so that the next version has other weights."""
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.parametrize(
@@ -21,8 +27,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
         ("stale:lm_head@1", "lm_head.weight"),
     ],
 )
-def test_damaged_weights_end_the_run(
-    world: World, sft_run: Run, tmp_path: Path, fault: str, tensor: str
-) -> None:
+def test_damaged_weights_end_the_run(fault_recipe: Path, tmp_path: Path, fault: str, tensor: str) -> None:
     home = Home(tmp_path / "home")
-    check_blocked(home, failed_run(world.grpo(), home, fault), tensor)
+    check_blocked(home, failed_run(fault_recipe, home, fault), tensor)
