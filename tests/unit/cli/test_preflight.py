@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 Headrace = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -36,7 +38,14 @@ def refused(done: subprocess.CompletedProcess[str], home: Path) -> str:
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("error: ")
     assert not home.exists()
+    assert not [process for process in psutil.process_iter() if _home_of(process) == str(home)]
     return done.stderr.strip()
+
+
+def _home_of(process: psutil.Process) -> str | None:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get("HEADRACE_HOME")
+    return None
 
 
 def test_unknown_key(headrace: Headrace, recipe: Path, tmp_path: Path) -> None:
@@ -63,6 +72,24 @@ def test_row_without_responses_create_params(headrace: Headrace, recipe: Path, t
     rows.write_text("\n".join(lines))
     line = refused(headrace("run", str(recipe)), tmp_path / "home")
     assert f"A row without responses_create_params ({rows}:5)" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ({"verifier": "exact_anser"}, "unknown verifier, 'exact_anser'"),
+        ({"agent_ref": {"name": "single_trun"}}, "unknown agent, 'single_trun'"),
+    ],
+)
+def test_row_that_names_what_does_not_exist(
+    headrace: Headrace, recipe: Path, tmp_path: Path, name: dict[str, object], said: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lines = rows.read_text().splitlines()
+    lines[6] = json.dumps({**json.loads(lines[6]), **name})
+    rows.write_text("\n".join(lines))
+    line = refused(headrace("run", str(recipe)), tmp_path / "home")
+    assert f"{said} ({rows}:7). Did you mean " in line
 
 
 @pytest.mark.parametrize("by", ["recipe", "environment"])

@@ -75,6 +75,7 @@ def handle(tmp_path: Path) -> Iterator[redis.RedisHandle]:
     found.close()
     with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
         processes.append(keeper(tmp_path))
+        processes[-1].terminate()  # it would leave by itself, two seconds later
     until(lambda: all(gone(process) for process in processes), 10)
 
 
