@@ -92,7 +92,7 @@ async def test_a_waiting_claim_is_woken_here_and_by_another_replica(replica: Sta
         await opener.OpenGroups(opened(spec(group)))
         response, end = await waiting
         assert len(response.work) == 4
-        assert end - start < 0.7
+        assert end - start < 2.0
     response, _ = await _timed(first.Claim(claim(wait_s=0.3)))
     assert not response.work
 

@@ -206,7 +206,7 @@ def test_status_answers_while_a_step_runs(folder: Path, buffer: FakeBuffer) -> N
         time.sleep(0.3)
         started = time.monotonic()
         assert job.stub.Status(trainer_pb2.TrainerStatusRequest(), timeout=5).busy_with == "Step"
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 1.0
         family = job.family()
         running.result()
         job.process.kill()

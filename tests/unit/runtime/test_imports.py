@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -19,9 +19,9 @@ raise SystemExit(f"imported {heavy}" if heavy else 0)
 
 
 def test_imports_nothing_heavy_and_is_quick() -> None:
-    times = []
-    for _ in range(3):
-        began = time.monotonic()
-        subprocess.run([sys.executable, "-c", CODE], check=True, cwd=ROOT, timeout=30)
-        times.append(time.monotonic() - began)
-    assert min(times) < 1.5
+    before = os.times()
+    subprocess.run([sys.executable, "-c", CODE], check=True, cwd=ROOT, timeout=60)
+    after = os.times()
+    # CPU time: a loaded machine stretches the clock, not the work.
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    assert spent < 1.5
