@@ -19,6 +19,7 @@ from typing import Any
 import redis as redis_py
 
 from protos.headrace.v1 import buffer_pb2, refit_pb2, runs_pb2
+from services.buffer.retire import expire_books
 from services.controller import summary
 from services.controller.data import Draws, RowFile
 from services.controller.dispatch import TRAIN_BOOK, Dispatcher
@@ -210,6 +211,8 @@ class Scheduler:
         await self.store.emit(run, "status", f"{name}: {error}" if error else name)
         # Last: whoever sees the end may stop this process.
         await self.store.update(run, status=int(status), error=error, ended_ns=ended_ns, phase="")
+        if status == runs_pb2.RUN_STATUS_COMPLETED and paths.ledger.is_file():
+            await expire_books(self._client, run)
 
     async def _close_open(self, run: str, reason: str) -> None:
         assert self._peers is not None
