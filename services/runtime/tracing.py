@@ -169,6 +169,11 @@ def _parse(traceparent: str) -> SpanContext | None:
 
 def _bounded(action: Any, timeout: float) -> bool:
     thread = threading.Thread(target=action, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        # Python 3.12 starts no thread once the interpreter ends: written here, what is left is little.
+        action()
+        return True
     thread.join(timeout)
     return not thread.is_alive()
