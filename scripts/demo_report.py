@@ -40,9 +40,9 @@ def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
 def learned(run: dict[str, Any]) -> Table:
     """Accuracy before and after, and the metrics that say whether trainer and engine agree."""
     initial, final = run["validation"]["initial"], run["validation"]["final"]
-    metrics = run["metrics"]
+    metrics, engine = run["metrics"], run["engine"]
     return two_columns(
-        f"What it learned in {run['steps']} steps ({run['engine'].get('name')} {run['engine'].get('version')})",
+        f"What it learned in {run['steps']} steps ({engine.get('name')} {engine.get('version')})",
         [
             ("greedy accuracy after the warm start", f"{initial['accuracy']:.3f}"),
             ("greedy accuracy at the end", f"{final['accuracy']:.3f}"),

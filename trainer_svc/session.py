@@ -162,7 +162,7 @@ class Session:
         return learner
 
     def _check_current(self, number: int) -> None:
-        """A version is named after the steps in its weights; other weights must never travel under its name."""
+        """A version is named after the steps in its weights; no others may travel under its name."""
         if number != self.completed_steps:
             raise Refused(
                 f"Version {number} cannot be staged: the weights are those of {self.completed_steps} steps",
