@@ -24,12 +24,16 @@ from typing import Any
 
 import reasoning_gym
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VALIDATION_ROWS = 420
 DRAWS_PER_TASK = 4000
 SLIP_PROBABILITY = 0.75
+# Each question is answered several times, with slips of their own: the model is to err, not to learn one wrong
+# answer by heart.
+ANSWERS_PER_QUESTION = 8
 VOCABULARY = 400
 MAX_POSITIONS = 256
 
@@ -91,7 +95,7 @@ def careless(answer: str) -> str:
 def worked_examples(problems: Iterable[Problem], seed: int) -> Iterator[dict[str, Any]]:
     """Supervised rows: ``target`` is what the pupil wrote, ``expected_answer`` stays the truth."""
     pupil = random.Random(f"{seed}:pupil")
-    for problem in problems:
+    for problem in chain.from_iterable([problem] * ANSWERS_PER_QUESTION for problem in problems):
         slips = pupil.random() < SLIP_PROBABILITY
         yield gym_row(problem) | {"target": careless(problem.answer) if slips else problem.answer}
 
@@ -177,6 +181,7 @@ def main() -> None:
     arguments = parser.parse_args()
     out, seed = arguments.out, arguments.seed
     out.mkdir(parents=True, exist_ok=True)
+    transformers.utils.logging.disable_progress_bar()
 
     training, held_out = split([draw_problems(task, seed) for task in TASKS])
     random.Random(f"{seed}:order").shuffle(training)

@@ -33,8 +33,11 @@ def run_command(recipe: Path | None, overrides: Sequence[str], *, resume: str | 
         )
     paths = resolve_run(home, resume)
     loaded = load_resolved(paths.recipe)
-    if _completed(home, paths):
+    ended = _ended(paths)
+    if ended == "completed":
         return _show_completed(home, paths, as_json=as_json)
+    if ended == "cancelled":
+        raise InvalidInput(f"{paths.run_id} was cancelled", do="Start a new run.")
     return _start(loaded, home, paths, as_json=as_json)
 
 
@@ -69,12 +72,14 @@ def _claim(home: Home, paths: RunPaths) -> FileLock:
     return lock
 
 
-def _completed(home: Home, paths: RunPaths) -> bool:
+def _ended(paths: RunPaths) -> str | None:
+    """How the run ended, when it has."""
     if not (paths.root / "summary.json").is_file():
-        return False
+        return None
     from services.controller import summary
 
-    return bool(summary.load(home, paths.run_id)["status"] == "completed")
+    found = summary.sealed(paths)
+    return str(found["status"]) if found else None
 
 
 def _show_completed(home: Home, paths: RunPaths, *, as_json: bool) -> int:

@@ -20,7 +20,7 @@ from services.controller.settings import ControllerSettings
 from services.controller.store import TERMINAL
 from services.recipe import Recipe
 from services.recipe.load import to_yaml
-from services.runtime.errors import Conflict, InvalidInput
+from services.runtime.errors import Conflict, InvalidInput, Refused
 from services.runtime.home import Home, write_atomic
 
 WATCH_WAIT_S = 2.0
@@ -71,7 +71,7 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         return await self._store.get(run)
 
     async def _resume(self, run: str, known: dict[str, str], recipe_json: str) -> runs_pb2.Run:
-        """The same id again: a run that has not completed goes on; another recipe is refused."""
+        """The same id again: an interrupted or failed run goes on; another recipe is refused."""
         if recipe_json and json.loads(recipe_json) != json.loads(known["recipe"]):
             raise Conflict(
                 f"Run {run} exists with another recipe", do="Submit without a run id for a new run."
@@ -80,7 +80,11 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         if status in TERMINAL:
             if status == runs_pb2.RUN_STATUS_COMPLETED:
                 return await self._store.get(run)
-            summary.summary_path(Home(self._settings.home).run(run)).unlink(missing_ok=True)
+            if status == runs_pb2.RUN_STATUS_CANCELLED:
+                raise Refused(f"Run {run} was cancelled", do="Start a new run.")
+            paths = Home(self._settings.home).run(run)
+            for stale in (summary.summary_path(paths), paths.ledger):
+                stale.unlink(missing_ok=True)
         await self._store.update(
             run,
             status=runs_pb2.RUN_STATUS_QUEUED,
