@@ -31,8 +31,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 VALIDATION_ROWS = 420
 DRAWS_PER_TASK = 4000
 SLIP_PROBABILITY = 0.75
-# Each question is answered several times, with slips of their own: the model is to err, not to learn one wrong
-# answer by heart.
+# Each question is answered several times, with slips of their own: the model is to err, not to learn one
+# wrong answer by heart.
 ANSWERS_PER_QUESTION = 8
 VOCABULARY = 400
 MAX_POSITIONS = 256
