@@ -127,5 +127,5 @@ def _carriers(home: Path) -> list[psutil.Process]:
 
 
 def _title(process: psutil.Process) -> str:
-    line = process.cmdline()
-    return " ".join(Path(part).name if part.startswith("/") else part for part in line)[:80]
+    parts = " ".join(process.cmdline()).split()
+    return " ".join(Path(part).name if part.startswith("/") else part for part in parts)[:80]

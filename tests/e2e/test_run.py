@@ -148,7 +148,7 @@ def test_the_stack_is_light(grpo_run: Run) -> None:
     print(f"{total / GIB:7.3f} GiB  sum of PSS, {len(weights)} processes")
     titles = " ".join(weights)
     for part in (
-        "redis-server",
+        "redis-server unixsocket",
         "serve controller",
         "serve buffer",
         "serve trainer",
