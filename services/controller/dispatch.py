@@ -56,6 +56,10 @@ class Dispatcher:
         self._sampling = training_sampling(ctx)
         self._opened: set[int] = set()
 
+    def forget(self) -> None:
+        """A restore may have taken groups back: open every step again when its turn comes."""
+        self._opened.clear()
+
     async def open_step(self, step: int) -> None:
         """Open the groups of ``step``, replacements of an earlier life included; idempotent."""
         if step in self._opened:

@@ -79,6 +79,7 @@ class StepLoop:
                 await asyncio.sleep(LIFE_PAUSE_S)
 
     async def _life(self) -> None:
+        self._dispatcher.forget()
         with self._clock.phase("starting"):
             await self._recovery.begin()
         await self._store.emit(self._ctx.run, "phase", "running", step=self._progress.completed)

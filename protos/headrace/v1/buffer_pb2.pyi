@@ -855,7 +855,9 @@ class RestoreRequest(_message.Message):
     COMPLETED_STEPS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     completed_steps: _builtins.int
-    """Steps completed by the restored trainer: groups trained or leased at a later step go back."""
+    """Steps completed by the restored trainer: groups trained or leased at a later step go back, and open groups
+    whose version is undone are held until OpenGroups names them again.
+    """
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
     def __init__(

@@ -6,7 +6,7 @@ if not CFG.infra then return { 'no_run' } end
 local function append(at)
   local group, i, attempt = load(ARGV[at], ARGV[at + 1]), ARGV[at + 2], tonumber(ARGV[at + 3])
   if not group or group.state == 'dropped' then return 'stale' end
-  local v = call('HMGET', group.key, 's' .. i, 'a' .. i, 'e' .. i)
+  local v = call('HMGET', group.key, 's' .. i, 'a' .. i, 'e' .. i, 'h' .. i)
   if not v[1] or v[1] == 'x' then return 'stale' end
   if v[1] == 'd' then
     -- The same attempt again is a caller that lost our answer.
@@ -15,6 +15,7 @@ local function append(at)
     emit('duplicate', group.book, group.ordinal, 1, group.step)
     return 'duplicate'
   end
+  if attempt <= tonumber(v[4] or '0') and attempt > 0 then return 'stale' end
   if attempt < 1 or attempt > tonumber(v[2]) then return 'unissued' end
   call('SET', PREFIX .. 't:' .. group.book .. ':' .. group.ordinal .. ':' .. i, ARGV[at + 6])
   dequeue(v[3])

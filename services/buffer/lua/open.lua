@@ -3,12 +3,14 @@
 -- Reply: ok, opened, existing | no_run | fenced, epoch | closed
 if not CFG.infra then return { 'no_run' } end
 local book = ARGV[1]
-local new, existing, at = {}, 0, 3
+local new, held, existing, at = {}, {}, 0, 3
 while at <= #ARGV do
   if call('EXISTS', PREFIX .. 'g:' .. book .. ':' .. ARGV[at]) == 0 then
     new[#new + 1] = at
   else
     existing = existing + 1
+    local group = load(book, ARGV[at])
+    if group.state == 'open' and call('HGET', group.key, 'held') == '1' then held[#held + 1] = group end
   end
   at = at + 4 + tonumber(ARGV[at + 1])
 end
@@ -16,6 +18,7 @@ if #new > 0 and call('HEXISTS', PREFIX .. 'n:' .. book, 'closed') == 1 then retu
 local refusal = refuse_epoch(tonumber(ARGV[2]))
 if refusal then return refusal end
 
+for _, group in ipairs(held) do unhold(group) end
 local counters = PREFIX .. 'n:' .. book
 local highest = tonumber(call('HGET', counters, 'max_step') or '-1')
 call('SADD', PREFIX .. 'books', book)

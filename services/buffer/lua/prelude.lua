@@ -8,6 +8,7 @@
 --                                                     ts: step that trained it, rs: restored, not trained again yet
 -- and for each sample i
 --   s<i> q(ueued) c(laimed) d(one) x (lost)   a<i> attempts handed out   e<i> its queue entry, 'w' or 'r' + id
+--   h<i> attempts up to this one are void: a restore has taken them back ('held' says so of the group)
 --   w<i> worker   c<i> root of its trace   t<i> queued at, ns   fi<i>, fd<i> failures by infrastructure and by data   x<i> why it was lost
 --   m<i> ManifestSample   r<i> SampleResult   o<i> outcome of the last failure
 
@@ -131,10 +132,36 @@ end
 
 -- Takes a sample's entry off its queue, claimed or not.
 local function dequeue(entry)
-  if not entry then return end
+  if not entry or entry == '' then return end
   local stream, id = STREAMS[string.sub(entry, 1, 1)], string.sub(entry, 2)
   call('XACK', stream, 'gym', id)
   call('XDEL', stream, id)
+end
+
+-- Takes back what is still to be sampled: the version that the group waits for does not exist any more. Its samples
+-- have no queue entry until OpenGroups names the group again, and what their workers still bring is stale.
+local function hold(group)
+  for i = 0, group.n - 1 do
+    local v = call('HMGET', group.key, 's' .. i, 'e' .. i, 'a' .. i)
+    if v[1] == 'q' or v[1] == 'c' then
+      dequeue(v[2])
+      if v[1] == 'c' then
+        count(group.book, 'claimed', -1)
+        count(group.book, 'queued', 1)
+      end
+      call('HSET', group.key, 's' .. i, 'q', 'e' .. i, '', 'h' .. i, v[3])
+    end
+  end
+  call('HSET', group.key, 'held', '1')
+end
+
+-- Queues the samples of a held group again.
+local function unhold(group)
+  for i = 0, group.n - 1 do
+    local v = call('HMGET', group.key, 's' .. i, 'e' .. i)
+    if v[1] == 'q' and v[2] == '' then enqueue(group, i, 'r') end
+  end
+  call('HDEL', group.key, 'held')
 end
 
 local function retire(group)

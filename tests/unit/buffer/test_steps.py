@@ -202,3 +202,33 @@ async def test_a_validation_book_gives_its_results_and_stays_closed(world: World
         await world.steps.close_book(RUN, "train")
     assert await world.append(trajectory(work[9, 0])) == [pb.APPEND_STATUS_STALE]
     await balanced(world)
+
+
+async def test_restore_holds_back_open_groups_whose_version_is_undone(world: World) -> None:
+    """Sampled at the restored version they would be too old for their step, and dropped."""
+    await world.setup(max_age=0)
+    await world.open(spec(0, step=1))
+    held = await world.claim(2)
+    done = await world.claim(1)
+    await world.append(trajectory(done[0], version=1))
+    await world.steps.restore(RUN, types.Fence(epoch=2, step=0), 0)
+    await world.steps.restore(RUN, types.Fence(epoch=2, step=0), 0)
+    assert await world.claim() == []
+    assert await world.append(*[trajectory(w, version=0) for w in held]) == [pb.APPEND_STATUS_STALE] * 2
+    await balanced(world)
+    # Version 1 is there again: the step is opened as if for the first time.
+    assert await world.open(spec(0, step=1), epoch=2) == (0, 1)
+    again = await world.claim()
+    assert sorted(w.key.sample for w in again) == [0, 1, 3]
+    await world.append(*[trajectory(w, version=1) for w in again])
+    await world.admit()
+    assert groups_of(await world.lease(1, epoch=2, version=1)) == [0]
+    await world.commit(1, epoch=2)
+    await balanced(world)
+
+
+async def test_restore_leaves_open_groups_alone_that_may_still_be_sampled(world: World) -> None:
+    await world.setup(max_age=1)
+    await world.open(spec(0, step=1), spec(1, step=2))
+    await world.steps.restore(RUN, types.Fence(epoch=2, step=0), 0)
+    assert {w.key.group for w in await world.claim()} == {0}
