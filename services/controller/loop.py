@@ -26,7 +26,7 @@ from services.controller.store import RunStore
 from services.controller.timing import PhaseClock
 from services.controller.validation import Validator
 from services.runtime import tracing
-from services.runtime.errors import NotReady, TimedOut
+from services.runtime.errors import HeadraceError, NotReady, TimedOut
 from services.runtime.logs import get_logger
 
 log = get_logger("controller")
@@ -73,10 +73,15 @@ class StepLoop:
                 if failures > self._ctx.recipe.stack.max_restarts:
                     raise
                 log.warning("a life of the step loop ended", error=str(exc), failures=failures)
-                await self._store.emit(
-                    self._ctx.run, "log", f"recovering: {exc}", step=self._progress.completed
-                )
-                await asyncio.sleep(LIFE_PAUSE_S)
+                await asyncio.sleep(LIFE_PAUSE_S * failures)
+                await self._tell(f"recovering: {exc}")
+
+    async def _tell(self, text: str) -> None:
+        """A line for watchers; the next life is not to be held up by it."""
+        try:
+            await self._store.emit(self._ctx.run, "log", text, step=self._progress.completed)
+        except (HeadraceError, redis_py.RedisError) as exc:
+            log.warning("watchers were not told", text=text, error=str(exc))
 
     async def _life(self) -> None:
         self._dispatcher.forget()

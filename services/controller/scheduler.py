@@ -64,7 +64,7 @@ class Scheduler:
                 await asyncio.sleep(IDLE_S)
                 continue
             with bind_ids(run=run):
-                await self._drive(run, epoch)
+                await self._attempt(run, epoch)
 
     async def cancel(self, run: str, reason: str) -> None:
         """End ``run``; a queued one ends without having started."""
@@ -76,6 +76,14 @@ class Scheduler:
             self._active[1].cancel()
         else:
             await self._end(run, runs_pb2.RUN_STATUS_CANCELLED, reason or "cancelled")
+
+    async def _attempt(self, run: str, epoch: int) -> None:
+        """Drive ``run``; without its store nothing can be said of it, so it is taken up again later."""
+        try:
+            await self._drive(run, epoch)
+        except redis_py.RedisError as exc:
+            log.warning("the store went away under the run", error=str(exc))
+            await asyncio.sleep(IDLE_S)
 
     async def _drive(self, run: str, epoch: int) -> None:
         task = asyncio.create_task(self._run(run, epoch))

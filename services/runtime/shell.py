@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NoReturn
 
@@ -116,9 +117,22 @@ class Shell(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             return TimedOut(str(exc) or "The call ran out of time", where=where)
         if isinstance(exc, grpc.aio.AioRpcError):
             return from_rpc_error(exc, where=where)
+        if (known := _of_redis(exc, where)) is not None:
+            return known
         self._log.error("handler failed", method=method, exc_info=exc)
         remedy = f"See the log of the {self._service} service."
         return Internal(f"{type(exc).__name__}: {exc}", where=where, do=remedy)
+
+
+def _of_redis(exc: Exception, where: str) -> HeadraceError | None:
+    """What Redis said, in the tree's words; imports nothing in a service that does not use Redis."""
+    if "redis" not in sys.modules:
+        return None
+    from redis import RedisError
+
+    from services.runtime.redis_errors import translate
+
+    return translate(exc, where) if isinstance(exc, RedisError) else None
 
 
 def _written(behaviour: Behaviour) -> Behaviour:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -166,6 +167,24 @@ async def test_a_refused_version_fails_the_run_and_names_the_tensor(
     message = await world.wait(await world.submit(recipe))
     assert message.status == runs_pb2.RUN_STATUS_FAILED
     assert "lm_head.weight" in message.error
+
+
+async def test_a_run_outlives_the_death_of_redis(world: World, recipe: dict[str, Any]) -> None:
+    world.stack.trainer.delay_s = 0.1
+    run = await world.submit(recipe)
+    await world.wait(run, steps=1)
+    keeper = psutil.Process(int((world.settings.home / "redis" / "keeper.pid").read_text()))
+    (server,) = keeper.children()
+    server.kill()
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                message = await world.wait(run)
+                break
+            except redis.redis_py.ConnectionError:
+                await asyncio.sleep(0.1)
+    assert message.status == runs_pb2.RUN_STATUS_COMPLETED, message.error
+    assert sorted(world.stack.buffer.trained) == list(range(24))
 
 
 async def test_a_service_that_refuses_the_run_ends_it_at_once(world: World, recipe: dict[str, Any]) -> None:
