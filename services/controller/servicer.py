@@ -119,10 +119,8 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         """Events from ``from_sequence`` on, until the run has ended and all were sent."""
         after = max(0, request.from_sequence - 1)
         while True:
-            # A Redis that restarts is NotReady, not a fault: the client asks again from where it was.
-            with translated("watch"):
-                ended = (await self._store.get(request.run)).status in TERMINAL
-                events = await self._store.events(request.run, after, 0.01 if ended else WATCH_WAIT_S)
+            ended = (await self._store.get(request.run)).status in TERMINAL
+            events = await self._store.events(request.run, after, 0.01 if ended else WATCH_WAIT_S)
             for event in events:
                 after = event.sequence
                 yield event
