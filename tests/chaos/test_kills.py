@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.chaos.checks import check_complete, check_same_steps, check_trains
-from tests.chaos.headrace import Headrace, headrace
+from tests.chaos.headrace import Headrace, headrace, wait_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 KILL_AFTER = 6  # no checkpoint is due there
@@ -53,7 +53,7 @@ def test_a_killed_process(
         figures = {name: summary[name] for name in ("incarnation", "status")}
         figures |= {"seconds": round(command.seconds, 1), "redeliveries": command.redeliveries()}
         record_testsuite_property(f"{victim} {state}", json.dumps(figures))
-        assert not process.is_running()
+        assert wait_gone([process], 5.0) == []
         if (victim, state) == ("gym", "claimed"):
             assert command.redeliveries() > 0
         assert summary["incarnation"] == (1 if victim.startswith("trainer") else 0)
