@@ -71,6 +71,27 @@ FAIL_DECISION_DROPPED: FailDecision.ValueType  # 2
 FAIL_DECISION_STALE: FailDecision.ValueType  # 3
 Global___FailDecision: _TypeAlias = FailDecision  # noqa: Y015
 
+class _LeaseOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeaseOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEASE_ORDER_UNSPECIFIED: _LeaseOrder.ValueType  # 0
+    """By ordinal: a straggler blocks its step."""
+    LEASE_ORDER_IN_ORDER: _LeaseOrder.ValueType  # 1
+    LEASE_ORDER_READY_FIRST: _LeaseOrder.ValueType  # 2
+    """Groups of later steps that are ready change places with stragglers of this one."""
+
+class LeaseOrder(_LeaseOrder, metaclass=_LeaseOrderEnumTypeWrapper): ...
+
+LEASE_ORDER_UNSPECIFIED: LeaseOrder.ValueType  # 0
+"""By ordinal: a straggler blocks its step."""
+LEASE_ORDER_IN_ORDER: LeaseOrder.ValueType  # 1
+LEASE_ORDER_READY_FIRST: LeaseOrder.ValueType  # 2
+"""Groups of later steps that are ready change places with stragglers of this one."""
+Global___LeaseOrder: _TypeAlias = LeaseOrder  # noqa: Y015
+
 @_typing.final
 class BufferSetupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -82,6 +103,7 @@ class BufferSetupRequest(_message.Message):
     DROP_ZERO_VARIANCE_FIELD_NUMBER: _builtins.int
     MINIMUM_SIBLINGS_FIELD_NUMBER: _builtins.int
     MAX_AGE_FIELD_NUMBER: _builtins.int
+    GYM_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     infrastructure_attempts: _builtins.int
     """Tries of one sample that ended by infrastructure (worker died, engine lost), and by data (environment,
@@ -96,6 +118,10 @@ class BufferSetupRequest(_message.Message):
     """Fewest usable siblings for a group to be admitted; 0 means all."""
     max_age: _builtins.int
     """Versions that a trajectory may lag behind at admission; absent means any (supervised data)."""
+    @_builtins.property
+    def gym(self) -> Global___GymAssignment:
+        """What the gym workers of this stack are to do; absent leaves the assignment as it is."""
+
     def __init__(
         self,
         *,
@@ -106,16 +132,237 @@ class BufferSetupRequest(_message.Message):
         drop_zero_variance: _builtins.bool = ...,
         minimum_siblings: _builtins.int = ...,
         max_age: _builtins.int | None = ...,
+        gym: Global___GymAssignment | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_age", b"_max_age", "max_age", b"max_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_age", b"_max_age", "gym", b"gym", "max_age", b"max_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age", b"_max_age", "claim_timeout_s", b"claim_timeout_s", "data_attempts", b"data_attempts", "drop_zero_variance", b"drop_zero_variance", "infrastructure_attempts", b"infrastructure_attempts", "max_age", b"max_age", "minimum_siblings", b"minimum_siblings", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_age", b"_max_age", "claim_timeout_s", b"claim_timeout_s", "data_attempts", b"data_attempts", "drop_zero_variance", b"drop_zero_variance", "gym", b"gym", "infrastructure_attempts", b"infrastructure_attempts", "max_age", b"max_age", "minimum_siblings", b"minimum_siblings", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_age: _TypeAlias = _typing.Literal["max_age"]  # noqa: Y015
     _WhichOneofArgType__max_age: _TypeAlias = _typing.Literal["_max_age", b"_max_age"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_age) -> _WhichOneofReturnType__max_age | None: ...
 
 Global___BufferSetupRequest: _TypeAlias = BufferSetupRequest  # noqa: Y015
+
+@_typing.final
+class GymAssignment(_message.Message):
+    """What a gym worker needs to work for a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    ENV_JSON_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    env_json: _builtins.str
+    """JSON of the recipe's env section."""
+    seed: _builtins.int
+    concurrency: _builtins.int
+    """Samples in flight at most in one worker; 0 for its own setting."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        env_json: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        concurrency: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "env_json", b"env_json", "run", b"run", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GymAssignment: _TypeAlias = GymAssignment  # noqa: Y015
+
+@_typing.final
+class AssignmentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_SERIAL_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    known_serial: _builtins.int
+    """serial of the assignment that the caller has; 0 for none."""
+    wait_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        known_serial: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_serial", b"known_serial", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssignmentRequest: _TypeAlias = AssignmentRequest  # noqa: Y015
+
+@_typing.final
+class AssignmentResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIAL_FIELD_NUMBER: _builtins.int
+    GYM_FIELD_NUMBER: _builtins.int
+    serial: _builtins.int
+    """Rises with every change of the assignment."""
+    @_builtins.property
+    def gym(self) -> Global___GymAssignment:
+        """Absent when there is no run to work for."""
+
+    def __init__(
+        self,
+        *,
+        serial: _builtins.int = ...,
+        gym: Global___GymAssignment | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gym", b"gym"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gym", b"gym", "serial", b"serial"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssignmentResponse: _TypeAlias = AssignmentResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+
+@_typing.final
+class ListGroupsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    BOOK_FIELD_NUMBER: _builtins.int
+    FROM_GROUP_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    book: _builtins.str
+    from_group: _builtins.int
+    """Ordinals from this one on, or with `newest` the highest ones up to it (0: all)."""
+    limit: _builtins.int
+    """0 is 100; at most 1000."""
+    newest: _builtins.bool
+    state: _builtins.str
+    """Only groups in this state ("open", "complete", "ready", "leased", "trained", "durable", "dropped"); empty is any."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        book: _builtins.str = ...,
+        from_group: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        newest: _builtins.bool = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["book", b"book", "from_group", b"from_group", "limit", b"limit", "newest", b"newest", "run", b"run", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsRequest: _TypeAlias = ListGroupsRequest  # noqa: Y015
+
+@_typing.final
+class GroupSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TARGET_STEP_FIELD_NUMBER: _builtins.int
+    TRAINED_STEP_FIELD_NUMBER: _builtins.int
+    DROP_REASON_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    ROW_SOURCE_FIELD_NUMBER: _builtins.int
+    PAYLOADS_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    state: _builtins.str
+    target_step: _builtins.int
+    trained_step: _builtins.int
+    """Absent until trained."""
+    drop_reason: _builtins.str
+    size: _builtins.int
+    row_source: _builtins.str
+    payloads: _builtins.bool
+    """True while the trajectories can be fetched."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestSample]: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        state: _builtins.str = ...,
+        target_step: _builtins.int = ...,
+        trained_step: _builtins.int | None = ...,
+        drop_reason: _builtins.str = ...,
+        size: _builtins.int = ...,
+        samples: _abc.Iterable[Global___ManifestSample] | None = ...,
+        row_source: _builtins.str = ...,
+        payloads: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_step", b"_trained_step", "trained_step", b"trained_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_step", b"_trained_step", "drop_reason", b"drop_reason", "group", b"group", "payloads", b"payloads", "row_source", b"row_source", "samples", b"samples", "size", b"size", "state", b"state", "target_step", b"target_step", "trained_step", b"trained_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__trained_step: _TypeAlias = _typing.Literal["trained_step"]  # noqa: Y015
+    _WhichOneofArgType__trained_step: _TypeAlias = _typing.Literal["_trained_step", b"_trained_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_step) -> _WhichOneofReturnType__trained_step | None: ...
+
+Global___GroupSummary: _TypeAlias = GroupSummary  # noqa: Y015
+
+@_typing.final
+class ListGroupsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSummary]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupSummary] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsResponse: _TypeAlias = ListGroupsResponse  # noqa: Y015
 
 @_typing.final
 class BufferSetupResponse(_message.Message):
@@ -554,6 +801,8 @@ class ManifestSample(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    HIGHEST_VERSION_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     attempt: _builtins.int
     tokens: _builtins.int
@@ -562,8 +811,12 @@ class ManifestSample(_message.Message):
     reward: _builtins.float
     version: _builtins.int
     """Lowest version number that sampled a token; absent for supervised data."""
+    highest_version: _builtins.int
+    """Highest version number that sampled a token."""
     @_builtins.property
     def trace(self) -> _types_pb2.TraceContext: ...
+    @_builtins.property
+    def timing(self) -> _types_pb2.SampleTiming: ...
     def __init__(
         self,
         *,
@@ -575,15 +828,21 @@ class ManifestSample(_message.Message):
         reward: _builtins.float | None = ...,
         trace: _types_pb2.TraceContext | None = ...,
         version: _builtins.int | None = ...,
+        highest_version: _builtins.int | None = ...,
+        timing: _types_pb2.SampleTiming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_version", b"_version", "reward", b"reward", "trace", b"trace", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "_reward", b"_reward", "_version", b"_version", "highest_version", b"highest_version", "reward", b"reward", "timing", b"timing", "trace", b"trace", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_version", b"_version", "attempt", b"attempt", "outcome", b"outcome", "reward", b"reward", "sample", b"sample", "sampled_tokens", b"sampled_tokens", "tokens", b"tokens", "trace", b"trace", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version", "_reward", b"_reward", "_version", b"_version", "attempt", b"attempt", "highest_version", b"highest_version", "outcome", b"outcome", "reward", b"reward", "sample", b"sample", "sampled_tokens", b"sampled_tokens", "timing", b"timing", "tokens", b"tokens", "trace", b"trace", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__highest_version: _TypeAlias = _typing.Literal["highest_version"]  # noqa: Y015
+    _WhichOneofArgType__highest_version: _TypeAlias = _typing.Literal["_highest_version", b"_highest_version"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__highest_version) -> _WhichOneofReturnType__highest_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
     @_typing.overload
@@ -652,11 +911,13 @@ class LeaseRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     groups: _builtins.int
     version: _builtins.int
     """The committed version's number, for the age rule."""
     wait_s: _builtins.float
+    order: Global___LeaseOrder.ValueType
     @_builtins.property
     def fence(self) -> _types_pb2.Fence: ...
     def __init__(
@@ -667,10 +928,11 @@ class LeaseRequest(_message.Message):
         groups: _builtins.int = ...,
         version: _builtins.int = ...,
         wait_s: _builtins.float = ...,
+        order: Global___LeaseOrder.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "groups", b"groups", "run", b"run", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "groups", b"groups", "order", b"order", "run", b"run", "version", b"version", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,6 +100,21 @@ class BufferStub:
                 request_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.DropOpenRequest.SerializeToString,
                 response_deserializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.DropOpenResponse.FromString,
                 _registered_method=True)
+        self.Assignment = channel.unary_unary(
+                '/headrace.v1.Buffer/Assignment',
+                request_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.AssignmentRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.AssignmentResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/headrace.v1.Buffer/Release',
+                request_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
+        self.ListGroups = channel.unary_unary(
+                '/headrace.v1.Buffer/ListGroups',
+                request_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ListGroupsRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ListGroupsResponse.FromString,
+                _registered_method=True)
         self.Progress = channel.unary_unary(
                 '/headrace.v1.Buffer/Progress',
                 request_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ProgressRequest.SerializeToString,
@@ -210,6 +225,28 @@ class BufferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Assignment(self, request, context):
+        """Which run this stack works for, and what its gym workers need to know. Waits up to wait_s while that is
+        still what the caller knows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """The run has ended, or gives its workers back: it is nobody's assignment any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListGroups(self, request, context):
+        """Groups of a book by ordinal, for people: states, rewards and lengths, without tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Progress(self, request, context):
         """Counts of a book, and what its slowest groups wait for.
         """
@@ -297,6 +334,21 @@ def add_BufferServicer_to_server(servicer, server):
                     servicer.DropOpen,
                     request_deserializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.DropOpenRequest.FromString,
                     response_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.DropOpenResponse.SerializeToString,
+            ),
+            'Assignment': grpc.unary_unary_rpc_method_handler(
+                    servicer.Assignment,
+                    request_deserializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.AssignmentRequest.FromString,
+                    response_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.AssignmentResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ReleaseRequest.FromString,
+                    response_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'ListGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGroups,
+                    request_deserializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ListGroupsRequest.FromString,
+                    response_serializer=protos_dot_headrace_dot_v1_dot_buffer__pb2.ListGroupsResponse.SerializeToString,
             ),
             'Progress': grpc.unary_unary_rpc_method_handler(
                     servicer.Progress,
@@ -665,6 +717,87 @@ class Buffer:
             '/headrace.v1.Buffer/DropOpen',
             protos_dot_headrace_dot_v1_dot_buffer__pb2.DropOpenRequest.SerializeToString,
             protos_dot_headrace_dot_v1_dot_buffer__pb2.DropOpenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Assignment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Buffer/Assignment',
+            protos_dot_headrace_dot_v1_dot_buffer__pb2.AssignmentRequest.SerializeToString,
+            protos_dot_headrace_dot_v1_dot_buffer__pb2.AssignmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Buffer/Release',
+            protos_dot_headrace_dot_v1_dot_buffer__pb2.ReleaseRequest.SerializeToString,
+            protos_dot_headrace_dot_v1_dot_buffer__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Buffer/ListGroups',
+            protos_dot_headrace_dot_v1_dot_buffer__pb2.ListGroupsRequest.SerializeToString,
+            protos_dot_headrace_dot_v1_dot_buffer__pb2.ListGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

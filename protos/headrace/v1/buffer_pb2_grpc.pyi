@@ -63,6 +63,14 @@ class BufferStub:
     """The trainer was restored to `step`: groups of later steps become leasable again for the same steps."""
     DropOpen: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.DropOpenRequest, _buffer_pb2.DropOpenResponse]
     """Drops every open group of a book (cancel, deadline)."""
+    Assignment: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.AssignmentRequest, _buffer_pb2.AssignmentResponse]
+    """Which run this stack works for, and what its gym workers need to know. Waits up to wait_s while that is
+    still what the caller knows.
+    """
+    Release: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ReleaseRequest, _buffer_pb2.ReleaseResponse]
+    """The run has ended, or gives its workers back: it is nobody's assignment any more."""
+    ListGroups: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ListGroupsRequest, _buffer_pb2.ListGroupsResponse]
+    """Groups of a book by ordinal, for people: states, rewards and lengths, without tokens."""
     Progress: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.ProgressRequest, _buffer_pb2.ProgressResponse]
     """Counts of a book, and what its slowest groups wait for."""
     CloseBook: _grpc.UnaryUnaryMultiCallable[_buffer_pb2.CloseBookRequest, _buffer_pb2.CloseBookResponse]
@@ -98,6 +106,14 @@ class BufferAsyncStub(BufferStub):
     """The trainer was restored to `step`: groups of later steps become leasable again for the same steps."""
     DropOpen: _aio.UnaryUnaryMultiCallable[_buffer_pb2.DropOpenRequest, _buffer_pb2.DropOpenResponse]  # type: ignore[assignment]
     """Drops every open group of a book (cancel, deadline)."""
+    Assignment: _aio.UnaryUnaryMultiCallable[_buffer_pb2.AssignmentRequest, _buffer_pb2.AssignmentResponse]  # type: ignore[assignment]
+    """Which run this stack works for, and what its gym workers need to know. Waits up to wait_s while that is
+    still what the caller knows.
+    """
+    Release: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ReleaseRequest, _buffer_pb2.ReleaseResponse]  # type: ignore[assignment]
+    """The run has ended, or gives its workers back: it is nobody's assignment any more."""
+    ListGroups: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ListGroupsRequest, _buffer_pb2.ListGroupsResponse]  # type: ignore[assignment]
+    """Groups of a book by ordinal, for people: states, rewards and lengths, without tokens."""
     Progress: _aio.UnaryUnaryMultiCallable[_buffer_pb2.ProgressRequest, _buffer_pb2.ProgressResponse]  # type: ignore[assignment]
     """Counts of a book, and what its slowest groups wait for."""
     CloseBook: _aio.UnaryUnaryMultiCallable[_buffer_pb2.CloseBookRequest, _buffer_pb2.CloseBookResponse]  # type: ignore[assignment]
@@ -208,6 +224,32 @@ class BufferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_buffer_pb2.DropOpenResponse, _abc.Awaitable[_buffer_pb2.DropOpenResponse]]:
         """Drops every open group of a book (cancel, deadline)."""
+
+    @_abc_1.abstractmethod
+    def Assignment(
+        self,
+        request: _buffer_pb2.AssignmentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_pb2.AssignmentResponse, _abc.Awaitable[_buffer_pb2.AssignmentResponse]]:
+        """Which run this stack works for, and what its gym workers need to know. Waits up to wait_s while that is
+        still what the caller knows.
+        """
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _buffer_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_pb2.ReleaseResponse, _abc.Awaitable[_buffer_pb2.ReleaseResponse]]:
+        """The run has ended, or gives its workers back: it is nobody's assignment any more."""
+
+    @_abc_1.abstractmethod
+    def ListGroups(
+        self,
+        request: _buffer_pb2.ListGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_buffer_pb2.ListGroupsResponse, _abc.Awaitable[_buffer_pb2.ListGroupsResponse]]:
+        """Groups of a book by ordinal, for people: states, rewards and lengths, without tokens."""
 
     @_abc_1.abstractmethod
     def Progress(

@@ -69,6 +69,8 @@ class RefitSetupRequest(_message.Message):
     PROBE_TOLERANCE_FIELD_NUMBER: _builtins.int
     PROBE_TEMPERATURE_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_KV_CACHE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     transport: _builtins.str
     min_engines: _builtins.int
@@ -76,6 +78,10 @@ class RefitSetupRequest(_message.Message):
     probe_tolerance: _builtins.float
     """Largest |log-probability difference| that the probe accepts."""
     probe_temperature: _builtins.float
+    in_flight: _builtins.bool
+    """Turns in flight go on under the new version instead of being waited for."""
+    recompute_kv_cache: _builtins.bool
+    """With in_flight: their caches are computed anew under the new version."""
     @_builtins.property
     def probe_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """int32 sequences that the probe scores on both sides."""
@@ -92,10 +98,12 @@ class RefitSetupRequest(_message.Message):
         probe_tolerance: _builtins.float = ...,
         probe_temperature: _builtins.float = ...,
         fence: _types_pb2.Fence | None = ...,
+        in_flight: _builtins.bool = ...,
+        recompute_kv_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "min_engines", b"min_engines", "probe_sequences", b"probe_sequences", "probe_temperature", b"probe_temperature", "probe_tolerance", b"probe_tolerance", "run", b"run", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "in_flight", b"in_flight", "min_engines", b"min_engines", "probe_sequences", b"probe_sequences", "probe_temperature", b"probe_temperature", "probe_tolerance", b"probe_tolerance", "recompute_kv_cache", b"recompute_kv_cache", "run", b"run", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -124,8 +132,11 @@ class RosterEntry(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    BOOK_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     reason: _builtins.str
+    book: _builtins.str
+    """The book that the engine is set aside for; empty for training."""
     @_builtins.property
     def info(self) -> _rollout_pb2.EngineInfo: ...
     @_builtins.property
@@ -137,10 +148,11 @@ class RosterEntry(_message.Message):
         state: Global___EngineState.ValueType = ...,
         committed: _types_pb2.PolicyVersion | None = ...,
         reason: _builtins.str = ...,
+        book: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_committed", b"_committed", "committed", b"committed", "info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed", b"_committed", "committed", b"committed", "info", b"info", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed", b"_committed", "book", b"book", "committed", b"committed", "info", b"info", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__committed: _TypeAlias = _typing.Literal["committed"]  # noqa: Y015
     _WhichOneofArgType__committed: _TypeAlias = _typing.Literal["_committed", b"_committed"]  # noqa: Y015
@@ -298,6 +310,99 @@ class PublishRequest(_message.Message):
 Global___PublishRequest: _TypeAlias = PublishRequest  # noqa: Y015
 
 @_typing.final
+class LeaseEnginesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    BOOK_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    book: _builtins.str
+    engines: _builtins.int
+    """Engines wanted."""
+    @_builtins.property
+    def fence(self) -> _types_pb2.Fence: ...
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        fence: _types_pb2.Fence | None = ...,
+        book: _builtins.str = ...,
+        engines: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["book", b"book", "engines", b"engines", "fence", b"fence", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseEnginesRequest: _TypeAlias = LeaseEnginesRequest  # noqa: Y015
+
+@_typing.final
+class LeaseEnginesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Empty when no engine can be spared."""
+
+    @_builtins.property
+    def version(self) -> _types_pb2.PolicyVersion: ...
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
+        version: _types_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseEnginesResponse: _TypeAlias = LeaseEnginesResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseEnginesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    BOOK_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    book: _builtins.str
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        book: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["book", b"book", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseEnginesRequest: _TypeAlias = ReleaseEnginesRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseEnginesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseEnginesResponse: _TypeAlias = ReleaseEnginesResponse  # noqa: Y015
+
+@_typing.final
 class EngineRefit(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -382,7 +487,10 @@ class PublishResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    TURNS_CARRIED_FIELD_NUMBER: _builtins.int
     nbytes: _builtins.int
+    turns_carried: _builtins.int
+    """Turns that were in flight while the weights changed (in_flight only)."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion: ...
     @_builtins.property
@@ -396,10 +504,11 @@ class PublishResponse(_message.Message):
         engines: _abc.Iterable[Global___EngineRefit] | None = ...,
         nbytes: _builtins.int = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        turns_carried: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "nbytes", b"nbytes", "seconds", b"seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "nbytes", b"nbytes", "seconds", b"seconds", "turns_carried", b"turns_carried", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

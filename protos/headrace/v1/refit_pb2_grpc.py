@@ -59,6 +59,16 @@ class RefitStub:
                 request_serializer=protos_dot_headrace_dot_v1_dot_refit__pb2.PublishRequest.SerializeToString,
                 response_deserializer=protos_dot_headrace_dot_v1_dot_refit__pb2.PublishResponse.FromString,
                 _registered_method=True)
+        self.LeaseEngines = channel.unary_unary(
+                '/headrace.v1.Refit/LeaseEngines',
+                request_serializer=protos_dot_headrace_dot_v1_dot_refit__pb2.LeaseEnginesRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace_dot_v1_dot_refit__pb2.LeaseEnginesResponse.FromString,
+                _registered_method=True)
+        self.ReleaseEngines = channel.unary_unary(
+                '/headrace.v1.Refit/ReleaseEngines',
+                request_serializer=protos_dot_headrace_dot_v1_dot_refit__pb2.ReleaseEnginesRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace_dot_v1_dot_refit__pb2.ReleaseEnginesResponse.FromString,
+                _registered_method=True)
         self.ListVersions = channel.unary_unary(
                 '/headrace.v1.Refit/ListVersions',
                 request_serializer=protos_dot_headrace_dot_v1_dot_refit__pb2.ListVersionsRequest.SerializeToString,
@@ -103,6 +113,21 @@ class RefitServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseEngines(self, request, context):
+        """Sets engines that hold the committed version aside for one book (validation): they keep that version, answer
+        only turns of that book, and publishes pass them by until ReleaseEngines, after which they catch up.
+        At least one engine stays with training; repeating it returns the same engines.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseEngines(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListVersions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -136,6 +161,16 @@ def add_RefitServicer_to_server(servicer, server):
                     servicer.Publish,
                     request_deserializer=protos_dot_headrace_dot_v1_dot_refit__pb2.PublishRequest.FromString,
                     response_serializer=protos_dot_headrace_dot_v1_dot_refit__pb2.PublishResponse.SerializeToString,
+            ),
+            'LeaseEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseEngines,
+                    request_deserializer=protos_dot_headrace_dot_v1_dot_refit__pb2.LeaseEnginesRequest.FromString,
+                    response_serializer=protos_dot_headrace_dot_v1_dot_refit__pb2.LeaseEnginesResponse.SerializeToString,
+            ),
+            'ReleaseEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseEngines,
+                    request_deserializer=protos_dot_headrace_dot_v1_dot_refit__pb2.ReleaseEnginesRequest.FromString,
+                    response_serializer=protos_dot_headrace_dot_v1_dot_refit__pb2.ReleaseEnginesResponse.SerializeToString,
             ),
             'ListVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListVersions,
@@ -278,6 +313,60 @@ class Refit:
             '/headrace.v1.Refit/Publish',
             protos_dot_headrace_dot_v1_dot_refit__pb2.PublishRequest.SerializeToString,
             protos_dot_headrace_dot_v1_dot_refit__pb2.PublishResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Refit/LeaseEngines',
+            protos_dot_headrace_dot_v1_dot_refit__pb2.LeaseEnginesRequest.SerializeToString,
+            protos_dot_headrace_dot_v1_dot_refit__pb2.LeaseEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Refit/ReleaseEngines',
+            protos_dot_headrace_dot_v1_dot_refit__pb2.ReleaseEnginesRequest.SerializeToString,
+            protos_dot_headrace_dot_v1_dot_refit__pb2.ReleaseEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,12 @@ class RefitStub:
     """Brings every healthy engine to this version and commits it. Repeating a committed version is a no-op for
     engines that have it and a re-sync for those that do not.
     """
+    LeaseEngines: _grpc.UnaryUnaryMultiCallable[_refit_pb2.LeaseEnginesRequest, _refit_pb2.LeaseEnginesResponse]
+    """Sets engines that hold the committed version aside for one book (validation): they keep that version, answer
+    only turns of that book, and publishes pass them by until ReleaseEngines, after which they catch up.
+    At least one engine stays with training; repeating it returns the same engines.
+    """
+    ReleaseEngines: _grpc.UnaryUnaryMultiCallable[_refit_pb2.ReleaseEnginesRequest, _refit_pb2.ReleaseEnginesResponse]
     ListVersions: _grpc.UnaryUnaryMultiCallable[_refit_pb2.ListVersionsRequest, _refit_pb2.ListVersionsResponse]
 
 @_typing.type_check_only
@@ -60,6 +66,12 @@ class RefitAsyncStub(RefitStub):
     """Brings every healthy engine to this version and commits it. Repeating a committed version is a no-op for
     engines that have it and a re-sync for those that do not.
     """
+    LeaseEngines: _aio.UnaryUnaryMultiCallable[_refit_pb2.LeaseEnginesRequest, _refit_pb2.LeaseEnginesResponse]  # type: ignore[assignment]
+    """Sets engines that hold the committed version aside for one book (validation): they keep that version, answer
+    only turns of that book, and publishes pass them by until ReleaseEngines, after which they catch up.
+    At least one engine stays with training; repeating it returns the same engines.
+    """
+    ReleaseEngines: _aio.UnaryUnaryMultiCallable[_refit_pb2.ReleaseEnginesRequest, _refit_pb2.ReleaseEnginesResponse]  # type: ignore[assignment]
     ListVersions: _aio.UnaryUnaryMultiCallable[_refit_pb2.ListVersionsRequest, _refit_pb2.ListVersionsResponse]  # type: ignore[assignment]
 
 class RefitServicer(metaclass=_abc_1.ABCMeta):
@@ -102,6 +114,24 @@ class RefitServicer(metaclass=_abc_1.ABCMeta):
         """Brings every healthy engine to this version and commits it. Repeating a committed version is a no-op for
         engines that have it and a re-sync for those that do not.
         """
+
+    @_abc_1.abstractmethod
+    def LeaseEngines(
+        self,
+        request: _refit_pb2.LeaseEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_refit_pb2.LeaseEnginesResponse, _abc.Awaitable[_refit_pb2.LeaseEnginesResponse]]:
+        """Sets engines that hold the committed version aside for one book (validation): they keep that version, answer
+        only turns of that book, and publishes pass them by until ReleaseEngines, after which they catch up.
+        At least one engine stays with training; repeating it returns the same engines.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseEngines(
+        self,
+        request: _refit_pb2.ReleaseEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_refit_pb2.ReleaseEnginesResponse, _abc.Awaitable[_refit_pb2.ReleaseEnginesResponse]]: ...
 
     @_abc_1.abstractmethod
     def ListVersions(

@@ -419,11 +419,14 @@ class RolloutStatusResponse(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    BUSY_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     in_flight: _builtins.int
     waiting: _builtins.int
     turns: _builtins.int
     sampled_tokens: _builtins.int
+    busy_s: _builtins.float
+    """Seconds of this run in which at least one turn was at an engine."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -435,10 +438,11 @@ class RolloutStatusResponse(_message.Message):
         turns: _builtins.int = ...,
         sampled_tokens: _builtins.int = ...,
         engines: _abc.Iterable[_builtins.str] | None = ...,
+        busy_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "in_flight", b"in_flight", "run", b"run", "sampled_tokens", b"sampled_tokens", "turns", b"turns", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "engines", b"engines", "in_flight", b"in_flight", "run", b"run", "sampled_tokens", b"sampled_tokens", "turns", b"turns", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -500,6 +504,7 @@ class EngineInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Unique for each life of an engine process."""
     name: _builtins.str
@@ -512,6 +517,8 @@ class EngineInfo(_message.Message):
     device: _builtins.str
     dtype: _builtins.str
     max_model_len: _builtins.int
+    max_num_seqs: _builtins.int
+    """Sequences that it runs at a time."""
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """Absent until a version has been committed."""
@@ -535,10 +542,11 @@ class EngineInfo(_message.Message):
         dtype: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "address", b"address", "device", b"device", "dtype", b"dtype", "engine", b"engine", "engine_version", b"engine_version", "max_model_len", b"max_model_len", "model", b"model", "name", b"name", "ready", b"ready", "run", b"run", "transports", b"transports", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "address", b"address", "device", b"device", "dtype", b"dtype", "engine", b"engine", "engine_version", b"engine_version", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "ready", b"ready", "run", b"run", "transports", b"transports", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
@@ -548,6 +556,10 @@ Global___EngineInfo: _TypeAlias = EngineInfo  # noqa: Y015
 
 @_typing.final
 class PauseEngineRequest(_message.Message):
+    """Turns in flight finish (WAIT), stand still and go on after the update (KEEP), or are given up (ABORT).
+    Pausing an engine whose update failed with ABORT frees the turns that KEEP has frozen.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODE_FIELD_NUMBER: _builtins.int

@@ -26,7 +26,7 @@ from protos.headrace.v1 import buffer_pb2 as protos_dot_headrace_dot_v1_dot_buff
 from protos.headrace.v1 import options_pb2 as protos_dot_headrace_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dprotos/headrace/v1/runs.proto\x12\x0bheadrace.v1\x1a\x1fprotos/headrace/v1/buffer.proto\x1a protos/headrace/v1/options.proto\"G\n\rSubmitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0brecipe_json\x18\x02 \x01(\t\x12\x14\n\x0corigins_json\x18\x03 \x01(\t\"\xf0\x01\n\x03Run\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12&\n\x06status\x18\x04 \x01(\x0e\x32\x16.headrace.v1.RunStatus\x12\x17\n\x0f\x63ompleted_steps\x18\x05 \x01(\r\x12\x11\n\tmax_steps\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x12\n\ncreated_ns\x18\x08 \x01(\x03\x12\x12\n\nstarted_ns\x18\t \x01(\x03\x12\x10\n\x08\x65nded_ns\x18\n \x01(\x03\x12\x14\n\x0csummary_json\x18\x0b \x01(\t\x12\r\n\x05phase\x18\x0c \x01(\t\"\x1c\n\rGetRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\" \n\x0fListRunsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"2\n\x10ListRunsResponse\x12\x1e\n\x04runs\x18\x01 \x03(\x0b\x32\x10.headrace.v1.Run\"5\n\x0fWatchRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\rfrom_sequence\x18\x02 \x01(\x04\"\xb7\x01\n\x08RunEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05\x61t_ns\x18\x02 \x01(\x03\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x31\n\x06values\x18\x06 \x03(\x0b\x32!.headrace.v1.RunEvent.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"/\n\x10\x43\x61ncelRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1b\n\x0c\x41uditRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\'\n\tImbalance\x12\x0c\n\x04\x62ook\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"l\n\tBookAudit\x12\x0c\n\x04\x62ook\x18\x01 \x01(\t\x12\'\n\x06groups\x18\x02 \x01(\x0b\x32\x17.headrace.v1.BookCounts\x12(\n\x07samples\x18\x03 \x01(\x0b\x32\x17.headrace.v1.BookCounts\"\xa1\x01\n\rAuditResponse\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61lanced\x18\x02 \x01(\x08\x12%\n\x05\x62ooks\x18\x03 \x03(\x0b\x32\x16.headrace.v1.BookAudit\x12*\n\nimbalances\x18\x04 \x03(\x0b\x32\x16.headrace.v1.Imbalance\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x0e\n\x06\x65vents\x18\x06 \x01(\x04*\xba\x01\n\tRunStatus\x12\x1a\n\x16RUN_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATUS_QUEUED\x10\x01\x12\x17\n\x13RUN_STATUS_STARTING\x10\x02\x12\x16\n\x12RUN_STATUS_RUNNING\x10\x03\x12\x18\n\x14RUN_STATUS_COMPLETED\x10\x04\x12\x15\n\x11RUN_STATUS_FAILED\x10\x05\x12\x18\n\x14RUN_STATUS_CANCELLED\x10\x06\x32\xab\x03\n\x04Runs\x12?\n\x06Submit\x12\x1a.headrace.v1.SubmitRequest\x1a\x10.headrace.v1.Run\"\x07\x90\x02\x02\x88\xb5\x18\x1e\x12<\n\x03Get\x12\x1a.headrace.v1.GetRunRequest\x1a\x10.headrace.v1.Run\"\x07\x90\x02\x01\x88\xb5\x18\n\x12L\n\x04List\x12\x1c.headrace.v1.ListRunsRequest\x1a\x1d.headrace.v1.ListRunsResponse\"\x07\x90\x02\x01\x88\xb5\x18\n\x12I\n\x05Watch\x12\x1c.headrace.v1.WatchRunRequest\x1a\x15.headrace.v1.RunEvent\"\t\x90\x02\x01\x88\xb5\x18\x80\xa3\x05\x30\x01\x12\x42\n\x06\x43\x61ncel\x12\x1d.headrace.v1.CancelRunRequest\x1a\x10.headrace.v1.Run\"\x07\x90\x02\x02\x88\xb5\x18\x1e\x12G\n\x05\x41udit\x12\x19.headrace.v1.AuditRequest\x1a\x1a.headrace.v1.AuditResponse\"\x07\x90\x02\x01\x88\xb5\x18xb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dprotos/headrace/v1/runs.proto\x12\x0bheadrace.v1\x1a\x1fprotos/headrace/v1/buffer.proto\x1a protos/headrace/v1/options.proto\"G\n\rSubmitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x13\n\x0brecipe_json\x18\x02 \x01(\t\x12\x14\n\x0corigins_json\x18\x03 \x01(\t\"\xf0\x01\n\x03Run\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12&\n\x06status\x18\x04 \x01(\x0e\x32\x16.headrace.v1.RunStatus\x12\x17\n\x0f\x63ompleted_steps\x18\x05 \x01(\r\x12\x11\n\tmax_steps\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x12\n\ncreated_ns\x18\x08 \x01(\x03\x12\x12\n\nstarted_ns\x18\t \x01(\x03\x12\x10\n\x08\x65nded_ns\x18\n \x01(\x03\x12\x14\n\x0csummary_json\x18\x0b \x01(\t\x12\r\n\x05phase\x18\x0c \x01(\t\"\x1c\n\rGetRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\" \n\x0fListRunsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"2\n\x10ListRunsResponse\x12\x1e\n\x04runs\x18\x01 \x03(\x0b\x32\x10.headrace.v1.Run\"5\n\x0fWatchRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\rfrom_sequence\x18\x02 \x01(\x04\"\xb7\x01\n\x08RunEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05\x61t_ns\x18\x02 \x01(\x03\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\r\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x31\n\x06values\x18\x06 \x03(\x0b\x32!.headrace.v1.RunEvent.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"/\n\x10\x43\x61ncelRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1e\n\x0fPauseRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\x1f\n\x10ResumeRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"A\n\x10ListStepsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tfrom_step\x18\x02 \x01(\r\x12\r\n\x05limit\x18\x03 \x01(\r\"\x8d\x02\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x35\n\x07metrics\x18\x02 \x03(\x0b\x32$.headrace.v1.StepRecord.MetricsEntry\x12\x35\n\x07seconds\x18\x03 \x03(\x0b\x32$.headrace.v1.StepRecord.SecondsEntry\x12\x0e\n\x06groups\x18\x04 \x03(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\r\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\";\n\x11ListStepsResponse\x12&\n\x05steps\x18\x01 \x03(\x0b\x32\x17.headrace.v1.StepRecord\"\x1b\n\x0c\x41uditRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\'\n\tImbalance\x12\x0c\n\x04\x62ook\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"l\n\tBookAudit\x12\x0c\n\x04\x62ook\x18\x01 \x01(\t\x12\'\n\x06groups\x18\x02 \x01(\x0b\x32\x17.headrace.v1.BookCounts\x12(\n\x07samples\x18\x03 \x01(\x0b\x32\x17.headrace.v1.BookCounts\"\xa1\x01\n\rAuditResponse\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61lanced\x18\x02 \x01(\x08\x12%\n\x05\x62ooks\x18\x03 \x03(\x0b\x32\x16.headrace.v1.BookAudit\x12*\n\nimbalances\x18\x04 \x03(\x0b\x32\x16.headrace.v1.Imbalance\x12\x0e\n\x06source\x18\x05 \x01(\t\x12\x0e\n\x06\x65vents\x18\x06 \x01(\x04*\xd1\x01\n\tRunStatus\x12\x1a\n\x16RUN_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATUS_QUEUED\x10\x01\x12\x17\n\x13RUN_STATUS_STARTING\x10\x02\x12\x16\n\x12RUN_STATUS_RUNNING\x10\x03\x12\x18\n\x14RUN_STATUS_COMPLETED\x10\x04\x12\x15\n\x11RUN_STATUS_FAILED\x10\x05\x12\x18\n\x14RUN_STATUS_CANCELLED\x10\x06\x12\x15\n\x11RUN_STATUS_PAUSED\x10\x07\x32\x86\x05\n\x04Runs\x12?\n\x06Submit\x12\x1a.headrace.v1.SubmitRequest\x1a\x10.headrace.v1.Run\"\x07\x90\x02\x02\x88\xb5\x18\x1e\x12<\n\x03Get\x12\x1a.headrace.v1.GetRunRequest\x1a\x10.headrace.v1.Run\"\x07\x90\x02\x01\x88\xb5\x18\n\x12L\n\x04List\x12\x1c.headrace.v1.ListRunsRequest\x1a\x1d.headrace.v1.ListRunsResponse\"\x07\x90\x02\x01\x88\xb5\x18\n\x12I\n\x05Watch\x12\x1c.headrace.v1.WatchRunRequest\x1a\x15.headrace.v1.RunEvent\"\t\x90\x02\x01\x88\xb5\x18\x80\xa3\x05\x30\x01\x12\x42\n\x06\x43\x61ncel\x12\x1d.headrace.v1.CancelRunRequest\x1a\x10.headrace.v1.Run\"\x07\x90\x02\x02\x88\xb5\x18\x1e\x12@\n\x05Pause\x12\x1c.headrace.v1.PauseRunRequest\x1a\x10.headrace.v1.Run\"\x07\x90\x02\x02\x88\xb5\x18\x1e\x12\x42\n\x06Resume\x12\x1d.headrace.v1.ResumeRunRequest\x1a\x10.headrace.v1.Run\"\x07\x90\x02\x02\x88\xb5\x18\x1e\x12S\n\tListSteps\x12\x1d.headrace.v1.ListStepsRequest\x1a\x1e.headrace.v1.ListStepsResponse\"\x07\x90\x02\x01\x88\xb5\x18\n\x12G\n\x05\x41udit\x12\x19.headrace.v1.AuditRequest\x1a\x1a.headrace.v1.AuditResponse\"\x07\x90\x02\x01\x88\xb5\x18xb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RUNEVENT_VALUESENTRY']._loaded_options = None
   _globals['_RUNEVENT_VALUESENTRY']._serialized_options = b'8\001'
+  _globals['_STEPRECORD_METRICSENTRY']._loaded_options = None
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_STEPRECORD_SECONDSENTRY']._loaded_options = None
+  _globals['_STEPRECORD_SECONDSENTRY']._serialized_options = b'8\001'
   _globals['_RUNS'].methods_by_name['Submit']._loaded_options = None
   _globals['_RUNS'].methods_by_name['Submit']._serialized_options = b'\220\002\002\210\265\030\036'
   _globals['_RUNS'].methods_by_name['Get']._loaded_options = None
@@ -45,10 +49,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNS'].methods_by_name['Watch']._serialized_options = b'\220\002\001\210\265\030\200\243\005'
   _globals['_RUNS'].methods_by_name['Cancel']._loaded_options = None
   _globals['_RUNS'].methods_by_name['Cancel']._serialized_options = b'\220\002\002\210\265\030\036'
+  _globals['_RUNS'].methods_by_name['Pause']._loaded_options = None
+  _globals['_RUNS'].methods_by_name['Pause']._serialized_options = b'\220\002\002\210\265\030\036'
+  _globals['_RUNS'].methods_by_name['Resume']._loaded_options = None
+  _globals['_RUNS'].methods_by_name['Resume']._serialized_options = b'\220\002\002\210\265\030\036'
+  _globals['_RUNS'].methods_by_name['ListSteps']._loaded_options = None
+  _globals['_RUNS'].methods_by_name['ListSteps']._serialized_options = b'\220\002\001\210\265\030\n'
   _globals['_RUNS'].methods_by_name['Audit']._loaded_options = None
   _globals['_RUNS'].methods_by_name['Audit']._serialized_options = b'\220\002\001\210\265\030x'
-  _globals['_RUNSTATUS']._serialized_start=1180
-  _globals['_RUNSTATUS']._serialized_end=1366
+  _globals['_RUNSTATUS']._serialized_start=1645
+  _globals['_RUNSTATUS']._serialized_end=1854
   _globals['_SUBMITREQUEST']._serialized_start=113
   _globals['_SUBMITREQUEST']._serialized_end=184
   _globals['_RUN']._serialized_start=187
@@ -67,14 +77,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNEVENT_VALUESENTRY']._serialized_end=784
   _globals['_CANCELRUNREQUEST']._serialized_start=786
   _globals['_CANCELRUNREQUEST']._serialized_end=833
-  _globals['_AUDITREQUEST']._serialized_start=835
-  _globals['_AUDITREQUEST']._serialized_end=862
-  _globals['_IMBALANCE']._serialized_start=864
-  _globals['_IMBALANCE']._serialized_end=903
-  _globals['_BOOKAUDIT']._serialized_start=905
-  _globals['_BOOKAUDIT']._serialized_end=1013
-  _globals['_AUDITRESPONSE']._serialized_start=1016
-  _globals['_AUDITRESPONSE']._serialized_end=1177
-  _globals['_RUNS']._serialized_start=1369
-  _globals['_RUNS']._serialized_end=1796
+  _globals['_PAUSERUNREQUEST']._serialized_start=835
+  _globals['_PAUSERUNREQUEST']._serialized_end=865
+  _globals['_RESUMERUNREQUEST']._serialized_start=867
+  _globals['_RESUMERUNREQUEST']._serialized_end=898
+  _globals['_LISTSTEPSREQUEST']._serialized_start=900
+  _globals['_LISTSTEPSREQUEST']._serialized_end=965
+  _globals['_STEPRECORD']._serialized_start=968
+  _globals['_STEPRECORD']._serialized_end=1237
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_start=1143
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_end=1189
+  _globals['_STEPRECORD_SECONDSENTRY']._serialized_start=1191
+  _globals['_STEPRECORD_SECONDSENTRY']._serialized_end=1237
+  _globals['_LISTSTEPSRESPONSE']._serialized_start=1239
+  _globals['_LISTSTEPSRESPONSE']._serialized_end=1298
+  _globals['_AUDITREQUEST']._serialized_start=1300
+  _globals['_AUDITREQUEST']._serialized_end=1327
+  _globals['_IMBALANCE']._serialized_start=1329
+  _globals['_IMBALANCE']._serialized_end=1368
+  _globals['_BOOKAUDIT']._serialized_start=1370
+  _globals['_BOOKAUDIT']._serialized_end=1478
+  _globals['_AUDITRESPONSE']._serialized_start=1481
+  _globals['_AUDITRESPONSE']._serialized_end=1642
+  _globals['_RUNS']._serialized_start=1857
+  _globals['_RUNS']._serialized_end=2503
 # @@protoc_insertion_point(module_scope)

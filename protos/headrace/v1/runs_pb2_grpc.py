@@ -59,6 +59,21 @@ class RunsStub:
                 request_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.CancelRunRequest.SerializeToString,
                 response_deserializer=protos_dot_headrace_dot_v1_dot_runs__pb2.Run.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/headrace.v1.Runs/Pause',
+                request_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace_dot_v1_dot_runs__pb2.Run.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/headrace.v1.Runs/Resume',
+                request_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace_dot_v1_dot_runs__pb2.Run.FromString,
+                _registered_method=True)
+        self.ListSteps = channel.unary_unary(
+                '/headrace.v1.Runs/ListSteps',
+                request_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.ListStepsRequest.SerializeToString,
+                response_deserializer=protos_dot_headrace_dot_v1_dot_runs__pb2.ListStepsResponse.FromString,
+                _registered_method=True)
         self.Audit = channel.unary_unary(
                 '/headrace.v1.Runs/Audit',
                 request_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.AuditRequest.SerializeToString,
@@ -101,6 +116,27 @@ class RunsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """Stops dispatch at once and the step loop before its next step; samples in flight finish. A paused run keeps
+        its place: the services stay set up for it, and its deadlines stand still.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSteps(self, request, context):
+        """Records of finished steps, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Audit(self, request, context):
         """Proves the books from the store.
         """
@@ -135,6 +171,21 @@ def add_RunsServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=protos_dot_headrace_dot_v1_dot_runs__pb2.CancelRunRequest.FromString,
                     response_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.Run.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=protos_dot_headrace_dot_v1_dot_runs__pb2.PauseRunRequest.FromString,
+                    response_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.Run.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=protos_dot_headrace_dot_v1_dot_runs__pb2.ResumeRunRequest.FromString,
+                    response_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.Run.SerializeToString,
+            ),
+            'ListSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSteps,
+                    request_deserializer=protos_dot_headrace_dot_v1_dot_runs__pb2.ListStepsRequest.FromString,
+                    response_serializer=protos_dot_headrace_dot_v1_dot_runs__pb2.ListStepsResponse.SerializeToString,
             ),
             'Audit': grpc.unary_unary_rpc_method_handler(
                     servicer.Audit,
@@ -277,6 +328,87 @@ class Runs:
             '/headrace.v1.Runs/Cancel',
             protos_dot_headrace_dot_v1_dot_runs__pb2.CancelRunRequest.SerializeToString,
             protos_dot_headrace_dot_v1_dot_runs__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Runs/Pause',
+            protos_dot_headrace_dot_v1_dot_runs__pb2.PauseRunRequest.SerializeToString,
+            protos_dot_headrace_dot_v1_dot_runs__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Runs/Resume',
+            protos_dot_headrace_dot_v1_dot_runs__pb2.ResumeRunRequest.SerializeToString,
+            protos_dot_headrace_dot_v1_dot_runs__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.v1.Runs/ListSteps',
+            protos_dot_headrace_dot_v1_dot_runs__pb2.ListStepsRequest.SerializeToString,
+            protos_dot_headrace_dot_v1_dot_runs__pb2.ListStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

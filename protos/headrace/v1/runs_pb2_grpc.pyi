@@ -38,6 +38,13 @@ class RunsStub:
     Watch: _grpc.UnaryStreamMultiCallable[_runs_pb2.WatchRunRequest, _runs_pb2.RunEvent]
     """The run's events from the given sequence number on, until the run ends."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_runs_pb2.CancelRunRequest, _runs_pb2.Run]
+    Pause: _grpc.UnaryUnaryMultiCallable[_runs_pb2.PauseRunRequest, _runs_pb2.Run]
+    """Stops dispatch at once and the step loop before its next step; samples in flight finish. A paused run keeps
+    its place: the services stay set up for it, and its deadlines stand still.
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_runs_pb2.ResumeRunRequest, _runs_pb2.Run]
+    ListSteps: _grpc.UnaryUnaryMultiCallable[_runs_pb2.ListStepsRequest, _runs_pb2.ListStepsResponse]
+    """Records of finished steps, oldest first."""
     Audit: _grpc.UnaryUnaryMultiCallable[_runs_pb2.AuditRequest, _runs_pb2.AuditResponse]
     """Proves the books from the store."""
 
@@ -51,6 +58,13 @@ class RunsAsyncStub(RunsStub):
     Watch: _aio.UnaryStreamMultiCallable[_runs_pb2.WatchRunRequest, _runs_pb2.RunEvent]  # type: ignore[assignment]
     """The run's events from the given sequence number on, until the run ends."""
     Cancel: _aio.UnaryUnaryMultiCallable[_runs_pb2.CancelRunRequest, _runs_pb2.Run]  # type: ignore[assignment]
+    Pause: _aio.UnaryUnaryMultiCallable[_runs_pb2.PauseRunRequest, _runs_pb2.Run]  # type: ignore[assignment]
+    """Stops dispatch at once and the step loop before its next step; samples in flight finish. A paused run keeps
+    its place: the services stay set up for it, and its deadlines stand still.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_runs_pb2.ResumeRunRequest, _runs_pb2.Run]  # type: ignore[assignment]
+    ListSteps: _aio.UnaryUnaryMultiCallable[_runs_pb2.ListStepsRequest, _runs_pb2.ListStepsResponse]  # type: ignore[assignment]
+    """Records of finished steps, oldest first."""
     Audit: _aio.UnaryUnaryMultiCallable[_runs_pb2.AuditRequest, _runs_pb2.AuditResponse]  # type: ignore[assignment]
     """Proves the books from the store."""
 
@@ -91,6 +105,31 @@ class RunsServicer(metaclass=_abc_1.ABCMeta):
         request: _runs_pb2.CancelRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runs_pb2.Run, _abc.Awaitable[_runs_pb2.Run]]: ...
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _runs_pb2.PauseRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runs_pb2.Run, _abc.Awaitable[_runs_pb2.Run]]:
+        """Stops dispatch at once and the step loop before its next step; samples in flight finish. A paused run keeps
+        its place: the services stay set up for it, and its deadlines stand still.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _runs_pb2.ResumeRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runs_pb2.Run, _abc.Awaitable[_runs_pb2.Run]]: ...
+
+    @_abc_1.abstractmethod
+    def ListSteps(
+        self,
+        request: _runs_pb2.ListStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runs_pb2.ListStepsResponse, _abc.Awaitable[_runs_pb2.ListStepsResponse]]:
+        """Records of finished steps, oldest first."""
 
     @_abc_1.abstractmethod
     def Audit(
