@@ -1,8 +1,8 @@
 """What a benchmark reports.
 
-Invariants: a claim names its baseline, both were measured in the same run on the same machine, and the ratio is
-value / baseline. A module ``benchmarks.NAME`` has ``SUMMARY`` (one line), ``BAR`` (the ratio that the claim promises, or None) and
-``run(args)``, which parses its own arguments with argparse, says what it does on stderr, and returns claims.
+Invariants: a claim names its baseline; both were measured in the same run on the same machine, and the ratio
+is value / baseline. A module ``benchmarks.NAME`` has ``SUMMARY`` (one line) and ``run(args)``, which parses
+its own arguments with argparse, says what it does on stderr, and returns claims.
 """
 
 from __future__ import annotations
