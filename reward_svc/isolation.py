@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 from reward_svc.frames import HEADER, checked, encode
+from services.runtime.auth import environment_without
 from services.runtime.logs import get_logger
 from services.runtime.spawn import wrap
 
@@ -102,7 +103,7 @@ class VerifierProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**environment_without(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         await self._read()
 

@@ -28,7 +28,7 @@ class EngineHost(ServiceApp, rollout_pb2_grpc.EngineServicer):
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._address = settings.listen
+        self._address = settings.reachable(settings.listen)
         self.pool: WorkerPool | None = None
         self._heartbeat: Heartbeat | None = None
 

@@ -111,7 +111,7 @@ class Worker:
         # Only now: its writer is a thread, and no thread may exist when vLLM forks.
         tracing.setup("engine", self._settings.home)
         running = await start_server(app, settings)
-        self._info.address, self._info.ready = running.address, True
+        self._info.address, self._info.ready = self._settings.reachable(running.address), True
         self._events.info("ready", self._info)
         self._log.info("serving", address=running.address, engine=self._engine)
         await self._ended.wait()

@@ -11,19 +11,22 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
+from services.runtime import auth
 from services.runtime.errors import HeadraceError, from_rpc_error
 from services.runtime.ids import ids_metadata
 from services.runtime.methods import method_policy
 from services.runtime.retry import RetryBudget, backoff
+from services.runtime.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The service at the other end."""
+    """The service at the other end; ``spread`` where it has several names."""
 
     name: str
     address: str
     budget: RetryBudget
+    spread: Spread | None = None
 
 
 class _Call:
@@ -37,6 +40,10 @@ class _Call:
     def _deadline(self, timeout: float | None) -> float:
         seconds = method_policy(self._method).deadline if timeout is None else timeout
         return time.monotonic() + seconds
+
+    async def _settled(self, deadline: float) -> None:
+        if self._target.spread is not None:
+            await self._target.spread.settled(deadline - time.monotonic())
 
     def _error(self, exc: grpc.aio.AioRpcError, retries: int = 0) -> HeadraceError:
         where = f"{self._target.name} at {self._target.address}, {self._method.rpartition('/')[2]}"
@@ -57,10 +64,10 @@ class _Call:
 
 
 def call_metadata(extra: Any = None) -> tuple[tuple[str, str | bytes], ...]:
-    """Metadata of an outgoing call: the caller's own, the trace context and the ids."""
+    """Metadata of an outgoing call: the caller's own, the trace context, the ids and the stack's token."""
     from services.runtime.tracing import current_traceparent
 
-    found: list[tuple[str, str | bytes]] = [*(extra or ()), *ids_metadata()]
+    found: list[tuple[str, str | bytes]] = [*(extra or ()), *ids_metadata(), *auth.call_headers()]
     traceparent = current_traceparent()
     if traceparent:
         found.append(("traceparent", traceparent))
@@ -78,6 +85,7 @@ class UnaryUnary(_Call):
         sent = call_metadata(metadata)
         attempt = 0
         while True:
+            await self._settled(deadline)
             left = max(0.001, deadline - time.monotonic())
             try:
                 return await self._inner(request, timeout=left, metadata=sent, **kwargs)
@@ -94,7 +102,9 @@ class StreamUnary(_Call):
         self, requests: Any, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any
     ) -> Any:
         """Call; raises an error of the tree."""
-        left = self._deadline(timeout) - time.monotonic()
+        deadline = self._deadline(timeout)
+        await self._settled(deadline)
+        left = max(0.001, deadline - time.monotonic())
         try:
             return await self._inner(requests, timeout=left, metadata=call_metadata(metadata), **kwargs)
         except grpc.aio.AioRpcError as exc:
@@ -143,6 +153,7 @@ class UnaryStream(_Call):
         async def messages() -> AsyncIterator[Any]:
             attempt = 0
             while True:
+                await self._settled(deadline)
                 stream.call, seen = start(), False
                 try:
                     async for message in stream.call:
@@ -168,16 +179,18 @@ class StreamStream(_Call):
         self, requests: Any, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any
     ) -> ResponseStream:
         """Start the call; iterating raises errors of the tree."""
-        left = self._deadline(timeout) - time.monotonic()
-        call = self._inner(requests, timeout=left, metadata=call_metadata(metadata), **kwargs)
+        deadline = self._deadline(timeout)
+        sent = call_metadata(metadata)
 
         async def messages() -> AsyncIterator[Any]:
+            await self._settled(deadline)
+            left = max(0.001, deadline - time.monotonic())
+            stream.call = self._inner(requests, timeout=left, metadata=sent, **kwargs)
             try:
-                async for message in call:
+                async for message in stream.call:
                     yield message
             except grpc.aio.AioRpcError as exc:
                 raise self._error(exc) from exc
 
         stream = ResponseStream(messages())
-        stream.call = call
         return stream

@@ -5,6 +5,8 @@ Invariants
 - Only methods that the contract marks idempotent are retried, only on UNAVAILABLE, never past the deadline
   and, for streams, never after the first message.
 - Whatever fails arrives as an error of :mod:`services.runtime.errors`.
+- An address may be several (see :mod:`services.runtime.targets`): calls go round those that are up; a stream
+  stays where it began; a retry may meet another replica.
 - Channels belong to the event loop that made them.
 """
 
@@ -20,6 +22,8 @@ import grpc.aio
 
 from services.runtime.calls import StreamStream, StreamUnary, Target, UnaryStream, UnaryUnary
 from services.runtime.retry import RetryBudget
+from services.runtime.spread import Spread, SpreadMethod
+from services.runtime.targets import targets
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 Stub = TypeVar("Stub")
@@ -27,7 +31,7 @@ Stub = TypeVar("Stub")
 _channels: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, HeadraceChannel]] = WeakKeyDictionary()
 
 
-def channel_options() -> list[tuple[str, int]]:
+def channel_options() -> list[tuple[str, str | int]]:
     """gRPC options of every client channel."""
     return [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -51,15 +55,20 @@ class HeadraceChannel(grpc.aio.Channel):
     """A channel whose calls keep this module's invariants; generated stubs take it as any other."""
 
     def __init__(self, address: str, name: str) -> None:
-        self._inner = grpc.aio.insecure_channel(address, options=channel_options())
-        self._target = Target(name=name, address=address, budget=RetryBudget())
+        self._all = [
+            grpc.aio.insecure_channel(target.name, options=[*channel_options(), *target.options])
+            for target in targets(address)
+        ]
+        self._inner = self._all[0]
+        spread = Spread(self._all) if len(self._all) > 1 else None
+        self._target = Target(name=name, address=address, budget=RetryBudget(), spread=spread)
 
     async def close(self, grace: float | None = None) -> None:
-        """Close the connection; calls in flight get ``grace`` seconds."""
-        await self._inner.close(grace)
+        """Close the connections; calls in flight get ``grace`` seconds."""
+        await asyncio.gather(*(channel.close(grace) for channel in self._all))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Connectivity now."""
+        """Connectivity now, of the first target where there are several."""
         return self._inner.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
@@ -70,6 +79,10 @@ class HeadraceChannel(grpc.aio.Channel):
         """Return once connected; the caller bounds it."""
         await self._inner.channel_ready()
 
+    def _method(self, shape: str, *args: Any, **kwargs: Any) -> Any:
+        methods = [getattr(channel, shape)(*args, **kwargs) for channel in self._all]
+        return methods[0] if self._target.spread is None else SpreadMethod(self._target.spread, methods)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -78,23 +91,26 @@ class HeadraceChannel(grpc.aio.Channel):
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """For generated stubs."""
-        return UnaryUnary(self._target, method, self._inner.unary_unary(method, *args, **kwargs))
+        return UnaryUnary(self._target, method, self._method("unary_unary", method, *args, **kwargs))
 
     def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """For generated stubs."""
-        return UnaryStream(self._target, method, self._inner.unary_stream(method, *args, **kwargs))
+        return UnaryStream(self._target, method, self._method("unary_stream", method, *args, **kwargs))
 
     def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """For generated stubs."""
-        return StreamUnary(self._target, method, self._inner.stream_unary(method, *args, **kwargs))
+        return StreamUnary(self._target, method, self._method("stream_unary", method, *args, **kwargs))
 
     def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """For generated stubs."""
-        return StreamStream(self._target, method, self._inner.stream_stream(method, *args, **kwargs))
+        return StreamStream(self._target, method, self._method("stream_stream", method, *args, **kwargs))
 
 
 def connect(address: str, *, name: str) -> HeadraceChannel:
-    """A channel to the service ``name`` at HOST:PORT, owned by the caller. Connects on first use."""
+    """A channel to the service ``name`` at ``address``, owned by the caller. Connects on first use.
+
+    ``address`` is HOST:PORT, several with commas between, or a name with several records.
+    """
     return HeadraceChannel(address, name)
 
 

@@ -19,17 +19,20 @@ from services.runtime.logs import get_logger
 from services.runtime.ports import port_in_use
 from services.runtime.rpc import MAX_MESSAGE_BYTES
 from services.runtime.service import ServiceApp
-from services.runtime.settings import ServiceSettings, split_address
+from services.runtime.settings import ServiceSettings, is_loopback, split_address
 from services.runtime.shell import Shell
 
 READINESS_SECONDS = 0.2
+# A client looks a name up again when a connection ends (calls on it finish first): so it finds new replicas.
+CONNECTION_AGE_MS = 60_000
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def server_options(*, reuse_port: bool) -> list[tuple[str, int]]:
-    """gRPC options of every server."""
+def server_options(*, reuse_port: bool, local: bool = True) -> list[tuple[str, int]]:
+    """gRPC options of every server; ``local`` for one on loopback."""
     return [
+        *([] if local else [("grpc.max_connection_age_ms", CONNECTION_AGE_MS)]),
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -41,7 +44,7 @@ def server_options(*, reuse_port: bool) -> list[tuple[str, int]]:
 
 
 class RunningServer:
-    """Owns the server, its health and its readiness polling."""
+    """Owns the server, its health and its readiness polling; ``address`` is where it listens."""
 
     def __init__(self, app: ServiceApp, settings: ServiceSettings) -> None:
         self.address = ""
@@ -58,9 +61,10 @@ class RunningServer:
         self._ready: bool | None = None
         self._poller: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self._server = grpc.aio.server(
-            interceptors=[self._shell], options=server_options(reuse_port=settings.port_handed_over)
+        options = server_options(
+            reuse_port=settings.port_handed_over, local=is_loopback(split_address(settings.listen)[0])
         )
+        self._server = grpc.aio.server(interceptors=[self._shell], options=options)
 
     async def start(self) -> None:
         """Bind, serve, start the app, then open for calls and write the ready file."""

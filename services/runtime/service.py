@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import grpc.aio
 
-from services.runtime import logs, tracing
+from services.runtime import auth, logs, tracing
 from services.runtime.errors import HeadraceError, InvalidInput
 from services.runtime.settings import ServiceSettings
 
@@ -115,6 +115,8 @@ async def _serve(app: ServiceApp, settings: ServiceSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     log = logs.get_logger(app.name)
+    for doubt in auth.doubts():
+        log.warning(doubt)
     starting = asyncio.create_task(start_server(app, settings))
     if not await _first(starting, ended):
         starting.cancel()

@@ -3,7 +3,7 @@
 Invariants
 - Every service has an environment prefix of its own, ``HEADRACE_<SERVICE>_``; a key with that prefix that is
   no setting is refused with the nearest known one (a typo must not be ignored in silence).
-- A service listens on loopback only.
+- A service listens on loopback; elsewhere only with a token (:mod:`services.runtime.auth`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import socket
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.runtime import auth
 from services.runtime.errors import InvalidInput
 from services.runtime.home import Home, default_home
 
@@ -27,7 +29,9 @@ class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="HEADRACE_SERVICE_", extra="forbid", frozen=True)
 
     listen: str = "127.0.0.1:0"
-    """HOST:PORT; port 0 takes a free one."""
+    """HOST:PORT; port 0 takes a free one. Beyond loopback a token is required."""
+    advertise: str = ""
+    """Host under which others reach a service that listens on all interfaces; empty: this machine's name."""
     ready_file: Path | None = None
     """Written once the service answers: JSON with ``address`` and ``pid``."""
     port_handed_over: bool = False
@@ -39,11 +43,8 @@ class ServiceSettings(BaseSettings):
 
     @field_validator("listen")
     @classmethod
-    def _loopback_only(cls, value: str) -> str:
-        host, _ = split_address(value)
-        if not is_loopback(host):
-            raise ValueError(f"{host} is not a loopback address; use 127.0.0.1")
-        return value
+    def _not_open(cls, value: str) -> str:
+        return checked_listen(value)
 
     @field_validator("log_level")
     @classmethod
@@ -51,6 +52,14 @@ class ServiceSettings(BaseSettings):
         if value.lower() not in ("debug", "info", "warning", "error"):
             raise ValueError("must be debug, info, warning or error")
         return value.lower()
+
+    def reachable(self, address: str) -> str:
+        """``address`` as others reach it: a wildcard host becomes ``advertise`` or this machine's name."""
+        host, port = split_address(address)
+        if not is_wildcard(host):
+            return address
+        name = self.advertise or socket.gethostname()
+        return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
     @property
     def paths(self) -> Home:
@@ -61,6 +70,7 @@ class ServiceSettings(BaseSettings):
     def load(cls, **values: Any) -> Self:
         """Settings from ``values`` over the environment; raises InvalidInput with one clear line."""
         refuse_unknown_env(cls)
+        auth.token()  # one that cannot be used ends the start here, with its own words
         try:
             return cls(**{key: value for key, value in values.items() if value is not None})
         except ValidationError as exc:
@@ -80,6 +90,22 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def checked_listen(address: str) -> str:
+    """``address`` where a server may listen: on loopback, elsewhere only with a token; raises ValueError."""
+    host, _ = split_address(address)
+    if not is_loopback(host) and auth.token() is None:
+        raise ValueError(
+            f"{host} is not a loopback address and there is no token; "
+            f"set {auth.TOKEN_KEY} or {auth.FILE_KEY}, or use 127.0.0.1"
+        )
+    return address
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether ``host`` means every interface."""
+    return host in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
 
 
 def is_loopback(host: str) -> bool:

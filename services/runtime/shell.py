@@ -1,7 +1,8 @@
 """What surrounds every handler: gate, ids, trace context, deadline, and errors turned into statuses.
 
 Invariants
-- Health and reflection pass untouched; every other call goes through the shell.
+- Health passes untouched. Every other call needs the stack's token where there is one, reflection too; every
+  call but these two kinds goes through the shell.
 - Before the service has started, calls are answered NOT_READY (UNAVAILABLE), so that clients try again.
 - A call without a deadline gets its method's default; none can run for ever.
 - What a handler raises reaches the client as one status; what is no HeadraceError is logged with its
@@ -14,20 +15,29 @@ import asyncio
 import contextlib
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 from opentelemetry.trace import SpanKind
 
-from services.runtime import tracing
-from services.runtime.errors import HeadraceError, Internal, NotReady, TimedOut, from_rpc_error, to_status
+from services.runtime import auth, tracing
+from services.runtime.errors import (
+    HeadraceError,
+    Internal,
+    NotReady,
+    TimedOut,
+    Unauthenticated,
+    from_rpc_error,
+    to_status,
+)
 from services.runtime.ids import bind_ids, ids_from_metadata
 from services.runtime.logs import get_logger
 from services.runtime.methods import method_policy
 
 Behaviour = Callable[[Any, Any], Any]
+HEALTH = "/grpc.health.v1.Health/"
 
 
 class Shell(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
@@ -35,6 +45,7 @@ class Shell(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
     def __init__(self, service: str) -> None:
         self._service = service
+        self._token = auth.token()
         self._log = get_logger(service)
         self._in_flight = 0
         self.open = False
@@ -49,8 +60,14 @@ class Shell(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Put the shell around the method's handler (gRPC calls this once per call)."""
-        handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        if self._token is not None and not method.startswith(HEALTH):
+            metadata: Any = handler_call_details.invocation_metadata or ()
+            try:
+                auth.check(self._token, _header(metadata), where=self._service)
+            except Unauthenticated as exc:
+                return _refusal(exc)
+        handler = await continuation(handler_call_details)
         if handler is None or method.startswith("/grpc."):
             return handler
         return self._wrap(handler, method)
@@ -133,6 +150,20 @@ def _of_redis(exc: Exception, where: str) -> HeadraceError | None:
     from services.runtime.redis_errors import translate
 
     return translate(exc, where) if isinstance(exc, RedisError) else None
+
+
+def _header(metadata: Iterable[tuple[str, str | bytes]]) -> str | bytes | None:
+    return next((value for key, value in metadata if key == auth.HEADER), None)
+
+
+def _refusal(exc: Unauthenticated) -> Any:
+    """A handler that refuses the call before a message is read, whatever its shape."""
+
+    async def refuse(_: Any, context: Any) -> None:
+        status = to_status(exc)
+        await context.abort(status.code, status.details, status.trailing_metadata)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _written(behaviour: Behaviour) -> Behaviour:

@@ -29,11 +29,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(name: str, home: Path, patience: float) -> Iterator[Served]:
+def serving(name: str, home: Path, patience: float, *, host: str = "127.0.0.1") -> Iterator[Served]:
     """``headrace serve NAME`` on a free port, up to its ready file."""
     ready, log, prefix = home / "ready.json", home / "log", SERVICES[name].prefix
     env = {
-        **os.environ, f"{prefix}LISTEN": "127.0.0.1:0", f"{prefix}READY_FILE": str(ready),
+        **os.environ, f"{prefix}LISTEN": f"{host}:0", f"{prefix}READY_FILE": str(ready),
         "HEADRACE_HOME": str(home / "home"),
     }  # fmt: skip
     began = time.monotonic()

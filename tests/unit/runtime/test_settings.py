@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,25 @@ def test_unknown_argument_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7000", "192.168.1.2:7000", "example.org:1", "[::]:7000"])
-def test_listening_off_loopback_is_refused(listen: str) -> None:
-    with pytest.raises(InvalidInput, match="loopback"):
+def test_listening_off_loopback_needs_a_token(listen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match=r"HEADRACE_TOKEN.*HEADRACE_GYM_LISTEN") as caught:
         GymSettings.load(listen=listen)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setenv("HEADRACE_TOKEN", "a token of good length")
+    with pytest.raises(InvalidInput, match="without spaces"):
+        GymSettings.load(listen=listen)
+    monkeypatch.setenv("HEADRACE_TOKEN", "a-token-of-good-length")
+    assert GymSettings.load(listen=listen).listen == listen
+
+
+def test_a_wildcard_is_advertised_under_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_TOKEN", "a-token-of-good-length")
+    settings = GymSettings.load(listen="0.0.0.0:7002")
+    assert settings.reachable("0.0.0.0:7002") == f"{socket.gethostname()}:7002"
+    assert settings.reachable("[::]:41") == f"{socket.gethostname()}:41"
+    assert settings.reachable("10.0.0.3:7002") == "10.0.0.3:7002"
+    named = GymSettings.load(listen="0.0.0.0:7002", advertise="gym-3.gyms")
+    assert named.reachable("0.0.0.0:9") == "gym-3.gyms:9"
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "127.0.0.1:x", ":7000", "127.0.0.1:70000"])
