@@ -3,7 +3,8 @@
 Invariants
 - Every wait is bounded. Calls of one update carry one generation, which is never used again.
 - After the first byte an engine that fails is never resumed; what failed before the first byte is told apart
-  (``touched``), since that engine still holds whole weights.
+  (``touched``), since that engine still holds whole weights: it goes on with them.
+- Turns that an in-flight update has stopped are given up as soon as the update has failed.
 - The probe runs with our gate closed and vLLM's open: a paused engine would queue it for ever.
 """
 
@@ -20,8 +21,10 @@ from refit_bridge.probe import Logprobs
 from refit_bridge.settings import RefitSettings
 from services.runtime import rpc
 from services.runtime.errors import Corrupt, HeadraceError, NotFound, NotReady, Refused
+from services.runtime.logs import get_logger
 
 SHORT_SECONDS = 10.0
+UNDO_SECONDS = 5.0
 _MAX_NAMED = 5
 
 
@@ -34,9 +37,25 @@ class ProbeSettings:
     tolerance: float
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What becomes of turns in flight: waited for (drained), carried over, or given up."""
+
+    mode: rollout_pb2.PauseMode.ValueType
+    clear_cache: bool = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether the gate has to drain first."""
+        return self.mode == rollout_pb2.PAUSE_MODE_WAIT
+
+
+DRAINED = Way(rollout_pb2.PAUSE_MODE_WAIT)
+
+
 @dataclass
 class Target:
-    """What engines are brought to.
+    """What engines are brought to, and how.
 
     ``staged`` is None for the base model; ``expected`` gives the trainer's answer to the probe.
     """
@@ -47,16 +66,22 @@ class Target:
     staged: trainer_pb2.StageWeightsResponse | None
     expected: Callable[[], Awaitable[Logprobs]]
     probe: ProbeSettings
+    way: Way = DRAINED
 
 
 @dataclass
 class Outcome:
-    """How one engine fared. ``error`` is None when it holds the version and answers rightly."""
+    """How one engine fared. ``error`` is None when it holds the version and answers rightly.
+
+    ``carried``: turns that were in flight and not waited for.
+    """
 
     engine: str
     generation: int = 0
     error: HeadraceError | None = None
     touched: bool = False
+    paused: bool = False
+    carried: int = 0
     probe_error: float = 0.0
     failures: list[rollout_pb2.TensorCheck] = field(default_factory=list)
     phases: Phases = field(default_factory=Phases)
@@ -91,14 +116,40 @@ class EngineCycle:
         try:
             outcome.generation = await next_generation()
             with outcome.phases.phase("drain"):
-                await self._gate.close(self.engine)
+                outcome.carried = await self._gate.close(self.engine, drain=target.way.waits)
             if target.staged is not None:
                 await self._update(target, target.staged, outcome)
             with outcome.phases.phase("probe"):
                 await self._probe(target, outcome)
         except HeadraceError as exc:
             outcome.error = exc
+            await self._undo(target, outcome)
         return outcome
+
+    async def abandon(self, way: Way) -> None:
+        """The update came to nothing: free the turns that it stopped. Never raises."""
+        if way.waits:
+            return
+        try:
+            # Nobody may be scheduled again by this: it only ends what stands still or is withheld.
+            await self._stub.Pause(
+                rollout_pb2.PauseEngineRequest(mode=rollout_pb2.PAUSE_MODE_ABORT), timeout=UNDO_SECONDS
+            )
+        except HeadraceError as exc:
+            # The engine frees them itself when it hears nothing more.
+            get_logger("refit").warning("turns were not freed", engine=self.engine, error=str(exc))
+
+    async def _undo(self, target: Target, outcome: Outcome) -> None:
+        """Leave nobody waiting for an update that has failed."""
+        if outcome.touched:
+            await self.abandon(target.way)
+            return
+        try:
+            if outcome.paused:
+                await self._stub.Resume(rollout_pb2.ResumeEngineRequest(), timeout=UNDO_SECONDS)
+            await self._gate.open(self.engine)
+        except HeadraceError as exc:
+            get_logger("refit").warning("engine was not resumed", engine=self.engine, error=str(exc))
 
     async def commit(self, target: Target, outcome: Outcome) -> None:
         """Let the engine stamp tokens with the version, and open the gate; raises on failure."""
@@ -114,8 +165,9 @@ class EngineCycle:
     ) -> None:
         phase = outcome.phases.phase
         with phase("pause"):
+            outcome.paused = True
             await self._stub.Pause(
-                rollout_pb2.PauseEngineRequest(mode=rollout_pb2.PAUSE_MODE_WAIT, clear_cache=True)
+                rollout_pb2.PauseEngineRequest(mode=target.way.mode, clear_cache=target.way.clear_cache)
             )
         with phase("begin"):
             # From here on nobody knows what the engine holds, even if the answer is lost.
@@ -174,8 +226,11 @@ class EngineCycle:
 class Gate(Protocol):
     """The router's gate in front of Turn."""
 
-    async def close(self, engine: str) -> None:
-        """Let nothing more in and wait until it is empty; raises when it does not get empty."""
+    async def close(self, engine: str, *, drain: bool) -> int:
+        """Let nothing more in; the turns that are in flight.
+
+        With ``drain`` wait until there is none; raises NotReady when it does not get empty.
+        """
         ...
 
     async def open(self, engine: str) -> None:
@@ -193,19 +248,21 @@ class RouterGate:
         self._drain_seconds = drain_seconds
         self.run = ""
 
-    async def close(self, engine: str) -> None:
+    async def close(self, engine: str, *, drain: bool) -> int:
         """See :class:`Gate`."""
-        request = rollout_pb2.GateRequest(run=self.run, engines=[engine], drain_timeout_s=self._drain_seconds)
+        seconds = self._drain_seconds if drain else 0.0
+        request = rollout_pb2.GateRequest(run=self.run, engines=[engine], drain_timeout_s=seconds)
         try:
-            answer = await self._stub.Pause(request, timeout=self._drain_seconds + SHORT_SECONDS)
+            answer = await self._stub.Pause(request, timeout=seconds + SHORT_SECONDS)
         except NotFound:
-            return  # The router does not know the engine yet, hence nothing is in flight there.
-        if answer.in_flight:
+            return 0  # The router does not know the engine yet, hence nothing is in flight there.
+        if answer.in_flight and drain:
             raise NotReady(
                 f"{answer.in_flight} turns are still in flight after {self._drain_seconds:.0f} s",
                 where=f"engine {engine}",
                 reason="NOT_DRAINED",
             )
+        return answer.in_flight
 
     async def open(self, engine: str) -> None:
         """See :class:`Gate`."""

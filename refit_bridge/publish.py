@@ -6,6 +6,9 @@ Invariants
   that failed are quarantined and do not hold up the others.
 - A version that fails is released at the trainer, so that publishing it again starts from fresh bytes.
 - Publishing the committed version again touches only the engines that do not hold it.
+- In flight, turns go on under the new version; after a restore (a new incarnation) they are given up, since
+  what they sampled belongs to versions that are undone.
+- Engines that are set aside for a book are passed by, and count for nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from protos.headrace.v1 import refit_pb2, trainer_pb2, trainer_pb2_grpc, types_pb2
+from protos.headrace.v1 import refit_pb2, rollout_pb2, trainer_pb2, trainer_pb2_grpc, types_pb2
 from refit_bridge import probe
-from refit_bridge.cycle import EngineCycle, Gate, Outcome, ProbeSettings, Target
+from refit_bridge.cycle import DRAINED, EngineCycle, Gate, Outcome, ProbeSettings, Target, Way
 from refit_bridge.ledger import COMMITTED, FAILED, STAGED, Committed, Logprobs, VersionLedger
 from refit_bridge.phases import Phases, slowest
 from refit_bridge.plan import TensorSpec, check_same, check_unique, plan_hash
@@ -42,6 +45,8 @@ class RunState:
     ledger: VersionLedger
     committed: Committed | None
     plan: tuple[TensorSpec, ...]
+    in_flight: bool = False
+    recompute_kv_cache: bool = False
     staged: dict[tuple[int, int], trainer_pb2.StageWeightsResponse] = field(default_factory=dict)
 
 
@@ -124,9 +129,10 @@ class Publisher:
         except BaseException:
             await self._failed(state, record, outcomes)
             raise
+        carried = sum(outcome.carried for outcome in outcomes if outcome.committed)
         if previous is not None:
             await self._release(state, previous.version)
-        return _response(record)
+        return _response(record, carried)
 
     async def _staged(
         self, state: RunState, version: types_pb2.PolicyVersion, step: int, phases: Phases
@@ -155,7 +161,8 @@ class Publisher:
         staged: trainer_pb2.StageWeightsResponse | None,
         expected: Callable[[], Awaitable[Logprobs]],
     ) -> Target:
-        return Target(state.run, version, state.transport, staged, expected, state.probe)
+        way = _way(state, version)
+        return Target(state.run, version, state.transport, staged, expected, state.probe, way)
 
     async def _ask_trainer(self, state: RunState) -> Logprobs:
         sequences = state.probe.sequences
@@ -275,9 +282,11 @@ class Publisher:
             return
         del record.engines[:]
         record.engines.extend(outcome.to_proto() for outcome in outcomes)
-        for member in self._roster.members:
-            if member.state == UPDATING:
-                await self._roster.set_state(member.engine, QUARANTINED, "its version was not committed")
+        held = [member for member in self._roster.members if member.state == UPDATING]
+        for member in held:
+            await self._roster.set_state(member.engine, QUARANTINED, "its version was not committed")
+        way = _way(state, record.version)
+        await asyncio.gather(*(self._cycle(member).abandon(way) for member in held))
         await self._release(state, record.version)
         try:
             await state.ledger.record(state.epoch, record, FAILED)
@@ -304,10 +313,10 @@ class Publisher:
             target = self._target(state, committed.version, staged, _known(committed.expected))
             outcomes = await self._bring(state, target, behind)
             await self._finish(target, outcomes)
-        serving = [m for m in self._roster.members if m.state == SERVING]
+        serving = [m for m in eligible(self._roster.members, state.run) if m.state == SERVING]
         if len(serving) < state.min_engines:
             self._need_serving(state, committed.version, outcomes)
-        response = _response(committed.record)
+        response = _response(committed.record, sum(outcome.carried for outcome in outcomes))
         del response.engines[:]
         response.engines.extend(outcome.to_proto() for outcome in outcomes)
         done = {outcome.engine for outcome in outcomes}
@@ -388,11 +397,24 @@ def _known(expected: Logprobs) -> Callable[[], Awaitable[Logprobs]]:
     return answer
 
 
+def _way(state: RunState, version: types_pb2.PolicyVersion) -> Way:
+    if not state.in_flight:
+        return DRAINED
+    before = state.committed.version.incarnation if state.committed is not None else version.incarnation
+    if before != version.incarnation:
+        return Way(rollout_pb2.PAUSE_MODE_ABORT)
+    return Way(rollout_pb2.PAUSE_MODE_KEEP, clear_cache=state.recompute_kv_cache)
+
+
 def _seconds(phases: Phases, outcomes: Sequence[Outcome]) -> dict[str, float]:
     return {**slowest(outcome.phases.seconds for outcome in outcomes), **phases.seconds}
 
 
-def _response(record: refit_pb2.VersionRecord) -> refit_pb2.PublishResponse:
+def _response(record: refit_pb2.VersionRecord, carried: int) -> refit_pb2.PublishResponse:
     return refit_pb2.PublishResponse(
-        version=record.version, engines=record.engines, nbytes=record.nbytes, seconds=record.seconds
+        version=record.version,
+        engines=record.engines,
+        nbytes=record.nbytes,
+        seconds=record.seconds,
+        turns_carried=carried,
     )

@@ -5,6 +5,8 @@ Invariants
 - An engine that re-registers with the committed version serves at once (the bridge may have restarted);
   with another version, or none, it joins and is synced.
 - QUARANTINED ends only through a full update. LOST ends with the next heartbeat.
+- An engine that is set aside for a book keeps serving the version that it had then, and goes back to training
+  by :meth:`release`, with a new run, or with a newer owner of the run.
 - A new engine at an old engine's address replaces it: an address is served by one process.
 - Subscribers see the latest roster; states in between may be left out.
 """
@@ -41,6 +43,8 @@ class Member:
     seen: float
     reason: str = ""
     committed: types_pb2.PolicyVersion | None = None
+    book: str = ""
+    """What it is set aside for; empty for training."""
     since: float = 0.0
     """When the state last changed."""
     retry_at: float = 0.0
@@ -84,7 +88,7 @@ class Roster:
         """A run starts (or the bridge learns of it again): engines count by what they say they hold."""
         self._run, self._committed = run, committed
         for member in self._members.values():
-            member.committed = None
+            member.committed, member.book = None, ""
             self._settle(member)
         await self._notify()
 
@@ -92,9 +96,40 @@ class Roster:
         """A new version is in force; engines that are not brought to it fall back to joining."""
         self._committed = version
         for member in self._members.values():
-            if member.state == SERVING and not _same(member.committed, version):
-                self._to(member, JOINING, "holds an older version")
+            self._demote(member)
         await self._notify()
+
+    async def lease(self, book: str, wanted: int, *, keep: int) -> list[Member]:
+        """Set up to ``wanted`` serving engines aside for ``book``, while ``keep`` stay with training.
+
+        Engines that are set aside for it already are the answer to a repeat.
+        """
+        held = [m for m in self._members.values() if m.book == book and m.state != LOST]
+        if held:
+            return held
+        free = [
+            m for m in self._members.values()
+            if m.state == SERVING and not m.book and _same(m.committed, self._committed)
+        ]  # fmt: skip
+        spare = max(0, len(free) - max(1, keep))
+        # The youngest: the others have the caches that training's samples go back to.
+        taken = free[len(free) - min(spare, wanted) :]
+        for member in taken:
+            member.book = book
+            self._log.info("engine set aside", engine=member.engine, book=book)
+        if taken:
+            await self._notify()
+        return taken
+
+    async def release(self, book: str = "") -> None:
+        """Give the engines of ``book`` (of every book) back to training; idempotent."""
+        leased = [m for m in self._members.values() if m.book and book in ("", m.book)]
+        for member in leased:
+            member.book = ""
+            self._log.info("engine given back", engine=member.engine)
+            self._demote(member)
+        if leased:
+            await self._notify()
 
     async def register(self, info: rollout_pb2.EngineInfo) -> None:
         """An engine says that it is alive, and what it holds."""
@@ -180,8 +215,16 @@ class Roster:
         elif self._committed is not None and _same(held, self._committed):
             member.committed = held
             self._to(member, SERVING, "")
+        elif member.book and held is not None and _same(held, member.committed):
+            self._to(member, SERVING, "")
         elif not self._just_committed(member):
             self._to(member, JOINING, "waits for the committed version")
+
+    def _demote(self, member: Member) -> None:
+        """An engine that serves training holds the version in force."""
+        behind = not _same(member.committed, self._committed)
+        if member.state == SERVING and not member.book and behind:
+            self._to(member, JOINING, "holds an older version")
 
     def _just_committed(self, member: Member) -> bool:
         # A heartbeat that left before the commit still names the old version, or none.
@@ -208,10 +251,10 @@ class Roster:
 
 
 def eligible(members: Iterable[Member], run: str) -> list[Member]:
-    """Engines that a publish brings to a version: alive, with a model, set up for the run."""
+    """Engines that a publish brings to a version: alive, with a model, set up for the run, not set aside."""
     return [
         m for m in members
-        if m.info.ready and m.info.run == run and m.state not in (LOST, RENDER_ONLY)
+        if m.info.ready and m.info.run == run and not m.book and m.state not in (LOST, RENDER_ONLY)
     ]  # fmt: skip
 
 
@@ -223,5 +266,9 @@ def _same(one: types_pb2.PolicyVersion | None, other: types_pb2.PolicyVersion | 
 
 def _entry(member: Member) -> refit_pb2.RosterEntry:
     return refit_pb2.RosterEntry(
-        info=member.info, state=member.state, committed=member.committed, reason=member.reason
+        info=member.info,
+        state=member.state,
+        committed=member.committed,
+        reason=member.reason,
+        book=member.book,
     )

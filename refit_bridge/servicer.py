@@ -27,6 +27,7 @@ from services.runtime.errors import Fenced, InvalidInput, NotReady, Unsupported
 
 TRANSPORTS = ("shm",)
 DEFAULT_LIMIT = 50
+TRAIN_BOOK = "train"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,6 +63,7 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
             state.transport = request.transport
             state.min_engines = max(1, request.min_engines)
             state.probe = _probe_settings(request)
+            state.in_flight, state.recompute_kv_cache = request.in_flight, request.recompute_kv_cache
         else:
             async with self.late.held():
                 await self._begin(request)
@@ -99,6 +101,28 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
         task.add_done_callback(self._publishes.discard)
         return await asyncio.shield(task)
 
+    async def LeaseEngines(
+        self, request: refit_pb2.LeaseEnginesRequest, context: Context
+    ) -> refit_pb2.LeaseEnginesResponse:
+        """Set engines aside for a book."""
+        state = self._current(request.run)
+        await self._fence(state, request.fence.epoch)
+        if not request.book or request.book == TRAIN_BOOK:
+            raise InvalidInput(f"Engines are not set aside for book {request.book!r}", where="book")
+        taken = await self._roster.lease(request.book, max(1, request.engines), keep=state.min_engines)
+        version = taken[0].committed if taken else None
+        return refit_pb2.LeaseEnginesResponse(engines=[m.engine for m in taken], version=version)
+
+    async def ReleaseEngines(
+        self, request: refit_pb2.ReleaseEnginesRequest, context: Context
+    ) -> refit_pb2.ReleaseEnginesResponse:
+        """Give the engines of a book back; the background sync brings them up."""
+        self._current(request.run)
+        if not request.book:
+            raise InvalidInput("Names no book", where="book")
+        await self._roster.release(request.book)
+        return refit_pb2.ReleaseEnginesResponse()
+
     async def ListVersions(
         self, request: refit_pb2.ListVersionsRequest, context: Context
     ) -> refit_pb2.ListVersionsResponse:
@@ -130,6 +154,8 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
             transport=request.transport,
             min_engines=max(1, request.min_engines),
             probe=_probe_settings(request),
+            in_flight=request.in_flight,
+            recompute_kv_cache=request.recompute_kv_cache,
             ledger=ledger,
             committed=committed,
             plan=await ledger.plan(),
@@ -150,6 +176,8 @@ class RefitServicer(refit_pb2_grpc.RefitServicer):
         if epoch > state.epoch:
             await state.ledger.fence(epoch)
             state.epoch = epoch
+            # Whoever set engines aside is no more: nobody would give them back.
+            await self._roster.release()
 
 
 def _check_setup(request: refit_pb2.RefitSetupRequest) -> None:

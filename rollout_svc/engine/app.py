@@ -50,6 +50,11 @@ class EngineApp(ServiceApp, rollout_pb2_grpc.EngineServicer):
         rollout_pb2_grpc.add_EngineServicer_to_server(self, server)
         return (ENGINE_SERVICE,)
 
+    async def draining(self) -> None:
+        """Turns that an update holds back would not end within the drain."""
+        if self._updates is not None:
+            await self._updates.leave()
+
     async def stop(self) -> None:
         """End the rendering thread."""
         self._rendering.close()

@@ -19,6 +19,8 @@ FIXED: dict[str, Any] = {
     # Scoring at another temperature than 1 needs the whole distribution.
     "max_logprobs": -1,
     "disable_log_stats": True,
+    # A probe must not wait behind a backlog of turns.
+    "scheduling_policy": "priority",
 }
 TRANSFER: dict[str, Any] = {
     "weight_transfer_config": {"backend": "headrace"},
@@ -37,6 +39,8 @@ _NOT_OURS = frozenset(
         "num_last_layers_in_bf16", "num_first_layers_in_bf16", "expert_parallel_size",
     }
 )  # fmt: skip
+PROBE_SLOTS = 4
+"""Places in vLLM's batch that turns never take, so that a probe does not wait for one of them to end."""
 CPU_BLOCK_SIZE = 32  # the default of 128 caches no short prompt
 
 
@@ -64,7 +68,10 @@ def engine_arguments(
         args["hf_overrides"] = policy.hf_config_overrides
     if cpu:
         args |= _cpu_arguments(kv_cache_mib, max_num_seqs)
-    return {**args, **TRANSFER, **policy.vllm_kwargs, **FIXED}
+    args = {**args, **TRANSFER, **policy.vllm_kwargs, **FIXED}
+    if "max_num_seqs" in args:
+        args["max_num_seqs"] = int(args["max_num_seqs"]) + PROBE_SLOTS
+    return args
 
 
 def _cpu_arguments(kv_cache_mib: int, max_num_seqs: int) -> dict[str, Any]:

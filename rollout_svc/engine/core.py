@@ -20,22 +20,30 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout_svc.engine.arguments import PROBE_SLOTS
+from rollout_svc.engine.pieces import LabelSpan
 from rollout_svc.turns.sampling import Sampling
 from services.runtime.errors import Internal, InvalidInput, NotReady, Unsupported
 
 PauseMode = Literal["wait", "keep", "abort"]
+ABORTED = "abort"
 SCORE_ELEMENTS = 32_000_000
 """Largest sequence × vocabulary that a Score at another temperature than 1 may take (256 MB of floats)."""
 
 
 class Sampled(NamedTuple):
-    """One finished generation; ``stop_string`` is empty unless a stop string ended it."""
+    """One generation; ``stop_string`` is empty unless a stop string ended it.
+
+    ``finish`` is ``ABORTED`` when the engine gave it up: what was sampled until then is whole. ``labels``
+    tile the ids; None when this vLLM does not say which weights sampled a token.
+    """
 
     ids: list[int]
     logprobs: list[float]
     finish: str
     stop_string: str
     cached_tokens: int
+    labels: list[LabelSpan] | None
 
 
 class EngineCore:
@@ -49,6 +57,11 @@ class EngineCore:
         self.vocabulary: int = llm.model_config.get_vocab_size()
         self.dtype = str(llm.model_config.dtype).removeprefix("torch.")
         self.device = str(llm.vllm_config.device_config.device_type)
+        slots: int = llm.vllm_config.scheduler_config.max_num_seqs
+        self.turns_at_once = max(1, slots - PROBE_SLOTS)
+        self.has_images = bool(llm.model_config.is_multimodal_model)
+        # Since 0.3x; an older vLLM changes weights without a trace in its outputs.
+        self.labels_tokens = hasattr(llm, "update_weight_version")
 
     @property
     def dead(self) -> bool:
@@ -75,10 +88,15 @@ class EngineCore:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._generate({"prompt_token_ids": list(ids), "cache_salt": salt}, params)
-        return _sampled(output)
+        return _sampled(output, labelled=self.labels_tokens)
 
-    async def score(self, ids: Sequence[int], temperature: float, *, salt: str) -> NDArray[np.float32]:
-        """log_softmax(logits / temperature) of each id given those before it; 0 for the first."""
+    async def score(
+        self, ids: Sequence[int], temperature: float, *, salt: str, urgent: bool = False
+    ) -> NDArray[np.float32]:
+        """log_softmax(logits / temperature) of each id given those before it; 0 for the first.
+
+        ``urgent``: before everything that waits.
+        """
         self.check_prompt(ids)
         plain = temperature == 1.0
         if not plain and len(ids) * self.vocabulary > SCORE_ELEMENTS:
@@ -96,7 +114,9 @@ class EngineCore:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._generate({"prompt_token_ids": list(ids), "cache_salt": salt}, params)
+        output = await self._generate({"prompt_token_ids": list(ids), "cache_salt": salt}, params, urgent)
+        if output.outputs[0].finish_reason == ABORTED:
+            raise _given_up()
         return _at_temperature(output.prompt_logprobs, len(ids), temperature)
 
     def check_prompt(self, ids: Sequence[int]) -> None:
@@ -116,7 +136,7 @@ class EngineCore:
             )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """vLLM's pause; returns when nothing runs."""
+        """vLLM's pause; returns when nothing runs (``keep``: when nothing moves)."""
         async with self._errors():
             await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
@@ -130,6 +150,12 @@ class EngineCore:
         async with self._errors():
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
 
+    async def label(self, label: str) -> None:
+        """Give the present weights a label; tokens sampled from here on carry it."""
+        if self.labels_tokens:
+            async with self._errors():
+                await self._llm.update_weight_version(label)
+
     async def start_update(self, generation: int, plan: list[dict[str, Any]]) -> None:
         """Hand the plan to the receiver in each worker, then enter vLLM's update."""
         async with self._errors():
@@ -141,10 +167,11 @@ class EngineCore:
         async with self._errors():
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
 
-    async def finish_update(self) -> list[dict[str, Any]]:
-        """Leave vLLM's update; the receiver's report of each worker."""
+    async def finish_update(self, label: str) -> list[dict[str, Any]]:
+        """Leave vLLM's update; the receiver's report of each worker. The new weights get ``label``."""
         async with self._errors():
             await self._llm.finish_weight_update()
+            await self.label(label)
             reports = await self._llm.collective_rpc("headrace_refit_report")
         return list(reports)
 
@@ -152,13 +179,15 @@ class EngineCore:
         """End vLLM's processes."""
         self._llm.shutdown()
 
-    async def _generate(self, prompt: dict[str, Any], params: SamplingParams) -> Any:
+    async def _generate(self, prompt: dict[str, Any], params: SamplingParams, urgent: bool = False) -> Any:
         output: Any = None
         async with self._errors():
-            async for part in self._llm.generate(prompt, params, f"h{next(self._numbers)}"):
+            # The lower number goes first.
+            name, priority = f"h{next(self._numbers)}", -int(urgent)
+            async for part in self._llm.generate(prompt, params, name, priority=priority):
                 output = part
-        if output is None or output.outputs[0].finish_reason in (None, "abort", "error"):
-            raise NotReady("The engine gave the request up", do="Repeat it.", reason="ABORTED")
+        if output is None or output.outputs[0].finish_reason in (None, "error"):
+            raise _given_up()
         return output
 
     @asynccontextmanager
@@ -177,13 +206,28 @@ class EngineCore:
             raise Internal(f"vLLM failed: {exc}") from exc
 
 
-def _sampled(output: Any) -> Sampled:
+def _given_up() -> NotReady:
+    return NotReady("The engine gave the request up", do="Repeat it.", reason="ABORTED")
+
+
+def _sampled(output: Any, *, labelled: bool) -> Sampled:
     answer = output.outputs[0]
-    ids, logprobs = list(answer.token_ids), list(answer.logprobs.logprobs)
+    ids = list(answer.token_ids)
+    logprobs = list(answer.logprobs.logprobs) if answer.logprobs is not None else []
     if len(ids) != len(logprobs):
         raise Internal(f"vLLM returned {len(logprobs)} log-probabilities for {len(ids)} tokens")
     stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
-    return Sampled(ids, logprobs, answer.finish_reason, stop_string, output.num_cached_tokens or 0)
+    labels = _labels(answer, len(ids)) if labelled else None
+    cached = output.num_cached_tokens or 0
+    return Sampled(ids, logprobs, answer.finish_reason, stop_string, cached, labels)
+
+
+def _labels(answer: Any, length: int) -> list[LabelSpan]:
+    spans = [(str(span.version), span.start, span.end) for span in answer.weight_versions or ()]
+    ends = [0, *(end for _, _, end in spans)]
+    if [start for _, start, _ in spans] != ends[:-1] or ends[-1] != length:
+        raise Internal(f"vLLM's weight versions {spans} do not cover {length} tokens")
+    return [LabelSpan(label, end - start) for label, start, end in spans if end > start]
 
 
 def _at_temperature(flat: Any, length: int, temperature: float) -> NDArray[np.float32]:

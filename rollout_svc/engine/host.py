@@ -44,12 +44,15 @@ class EngineHost(ServiceApp, rollout_pb2_grpc.EngineServicer):
         await self.pool.start()
         self._heartbeat.start()
 
-    async def stop(self) -> None:
-        """Leave the roster and end the worker."""
+    async def draining(self) -> None:
+        """Leave the roster first: from now on nobody sends turns here."""
         if self._heartbeat is not None:
             await self._heartbeat.stop()
+
+    async def stop(self) -> None:
+        """End the worker once its turns have finished, or its drain is over."""
         if self.pool is not None:
-            await self.pool.stop()
+            await self.pool.stop(self._settings.drain_seconds)
 
     def describe(self) -> rollout_pb2.EngineInfo | None:
         """What to register: the worker's info, or a place-holder of the same id; None between two workers."""

@@ -56,13 +56,13 @@ class WorkerPool:
         self._keeper = asyncio.create_task(self._keep(), name="worker keeper")
         self._keeper.add_done_callback(self._kept)
 
-    async def stop(self) -> None:
-        """End the worker for good."""
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """End the worker for good; ``drain_seconds`` is what its turns may take."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
         if self._worker is not None:
-            await self._worker.stop()
+            await self._worker.stop(drain_seconds)
 
     async def setup(self, assignment: Assignment) -> rollout_pb2.EngineInfo:
         """The info of a worker that serves ``assignment``; a worker of another run is replaced first."""

@@ -92,17 +92,18 @@ class WorkerProcess:
             await self.stop()
             return await self._ready
 
-    async def stop(self) -> None:
-        """SIGTERM, a bounded wait, SIGKILL; idempotent."""
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """SIGTERM, a bounded wait, SIGKILL; idempotent. What its turns may take comes on top."""
         process = self._process
         if process is None or self.ended.is_set():
             return
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
+        seconds = drain_seconds + self._settings.stop_seconds
         try:
-            await asyncio.wait_for(self.ended.wait(), self._settings.stop_seconds)
+            await asyncio.wait_for(self.ended.wait(), seconds)
         except TimeoutError:
-            self._log.warning("worker killed", pid=process.pid, after_s=self._settings.stop_seconds)
+            self._log.warning("worker killed", pid=process.pid, after_s=seconds)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await self.ended.wait()

@@ -1,8 +1,10 @@
 """Which weights an engine holds, and what it may do with them.
 
 Invariants
-- A turn is answered only under a committed version; from the begin of an update until the commit after it
-  there is none.
+- A turn begins only under a committed version; from the begin of an update until its commit there is none.
+- Weights have a *label* that no other weights of this process ever had. A token is answered only when the
+  weights that sampled it were committed: the label of an update that failed never gets a version.
+- During an in-flight update (``carrying``) turns wait for its outcome instead of being turned away.
 - A generation token fences updates: an older one is refused, a newer one abandons what is unfinished.
 - After the first byte of an update the engine is *broken* until a complete one has finished without failures;
   it is never resumed in between (vLLM's parameters may have no storage then: a step would kill its process).
@@ -10,10 +12,14 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from enum import Enum
 
 from protos.headrace.v1 import types_pb2
 from services.runtime.errors import Fenced, NotReady, Refused
+
+BASE_LABEL = "0:0:0"
 
 
 class Phase(Enum):
@@ -36,6 +42,15 @@ class Versions:
         self.paused = False
         self.committed: types_pb2.PolicyVersion | None = None
         self.pending: types_pb2.PolicyVersion | None = None
+        self.label = BASE_LABEL
+        """Of the weights that the engine holds, or is about to hold."""
+        self.carrying = False
+        """An in-flight update has stopped the turns and is not over."""
+        self.carries = 0
+        """In-flight updates so far."""
+        self._awaited = False
+        self._by_label: dict[str, types_pb2.PolicyVersion] = {}
+        self._changed = asyncio.Event()
 
     def serving(self) -> types_pb2.PolicyVersion:
         """The committed version; raises NotReady when there is none."""
@@ -47,6 +62,28 @@ class Versions:
                 reason="NO_VERSION",
             )
         return self.committed
+
+    async def admitted(self) -> types_pb2.PolicyVersion:
+        """The version that a turn begins under; waits while an in-flight update is under way."""
+        while self.carrying:
+            await self._changed.wait()
+        return self.serving()
+
+    async def committed_as(self, labels: Iterable[str]) -> list[types_pb2.PolicyVersion]:
+        """The versions of ``labels``; waits for the commit of an update in progress.
+
+        Raises NotReady when one of them will never be committed.
+        """
+        wanted = list(labels)
+        while unknown := {label for label in wanted if label not in self._by_label}:
+            if unknown != {self.label} or not self._awaited:
+                raise NotReady(
+                    "The turn was sampled by weights that were not committed",
+                    do="Repeat it.",
+                    reason="NOT_COMMITTED",
+                )
+            await self._changed.wait()
+        return [self._by_label[label] for label in wanted]
 
     def scoring(self, *, probe: bool) -> types_pb2.PolicyVersion:
         """The version that a Score answers for; a probe may ask before the commit."""
@@ -60,6 +97,22 @@ class Versions:
         """The prefix cache's salt: cached prefixes of other weights are out of reach."""
         return f"{self.run}:{version.incarnation}:{version.number}"
 
+    def carry(self) -> None:
+        """An in-flight update begins: turns wait until :meth:`commit`, :meth:`resumed` or :meth:`give_up`."""
+        self.carrying = True
+        self.carries += 1
+
+    def resumed(self) -> None:
+        """The engine schedules again; an in-flight update that never began is over."""
+        self.paused = False
+        if not self._awaited:
+            self._settle()
+
+    def give_up(self) -> None:
+        """No commit will come for the update in progress: turns that wait for it are given up."""
+        self._awaited = False
+        self._settle()
+
     def begin(self, generation: int, version: types_pb2.PolicyVersion) -> None:
         """Enter an update; raises Fenced for an older or used generation, Refused when not paused."""
         self.fence(generation)
@@ -71,6 +124,9 @@ class Versions:
         self.phase = Phase.BROKEN  # until the engine has entered the update without fault
         self.committed, self.pending = None, types_pb2.PolicyVersion()
         self.pending.CopyFrom(version)
+        self.label = f"{version.incarnation}:{version.number}:{generation}"
+        self._awaited = True
+        self._notify()
 
     def expect(self, generation: int) -> None:
         """Check that the update ``generation`` is the one in progress."""
@@ -106,6 +162,17 @@ class Versions:
         self.generation = generation
         self.committed, self.pending = types_pb2.PolicyVersion(), None
         self.committed.CopyFrom(version)
+        self._by_label[self.label] = self.committed
+        self._awaited = False
+        self._settle()
+
+    def _settle(self) -> None:
+        self.carrying = False
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _same(one: types_pb2.PolicyVersion, other: types_pb2.PolicyVersion) -> bool:

@@ -76,10 +76,12 @@ class Worker:
         try:
             await core.init_transfer()
             versions = Versions(assignment.run)
+            await core.label(versions.label)
             self._describe(assignment, policy, name="vllm")
             self._info.engine_version = vllm.__version__
             self._info.device, self._info.dtype = core.device, core.dtype
             self._info.max_model_len = core.max_model_len
+            self._info.max_num_seqs = core.turns_at_once
             self._info.transports.append("shm")
 
             def changed() -> None:
@@ -88,17 +90,20 @@ class Worker:
                     self._info.version.CopyFrom(versions.committed)
                 self._events.info("info", self._info)
 
+            transports = tuple(self._info.transports)
+            updates = Updates(core, versions, transports, changed, hold_seconds=self._settings.hold_seconds)
             app = EngineApp(
                 assignment,
                 self._described,
                 rendering,
                 Turns(self._engine, core, rendering, versions),
-                Updates(core, versions, tuple(self._info.transports), changed),
+                updates,
                 self._ended.set,
             )
-            watch = asyncio.create_task(self._watch(core))
+            watches = [asyncio.create_task(self._watch(core)), asyncio.create_task(updates.watch())]
             await self._serve(app)
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             return int(core.dead)
         finally:
             core.shutdown()

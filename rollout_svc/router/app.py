@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import grpc.aio
 
 from protos.headrace.v1 import refit_pb2, rollout_pb2, rollout_pb2_grpc
+from rollout_svc.router.busy import BusyClock
 from rollout_svc.router.engine import RoutedEngine
 from rollout_svc.router.fleet import Fleet
 from rollout_svc.router.roster import RosterWatch
@@ -46,6 +47,7 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
         self._watch: RosterWatch | None = None
         self._turns = 0
         self._tokens = 0
+        self._busy = BusyClock()
         self._log = get_logger("rollout")
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
@@ -78,6 +80,7 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
             raise InvalidInput("Setup names no run", where="run")
         if request.run != self._setups.run:
             self._turns = self._tokens = 0
+            self._busy.restart()
             self._fleet.open_gates(())
         self._setups.set(
             rollout_pb2.EngineSetupRequest(
@@ -108,10 +111,10 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
         run = request.key.run
         while True:
             engine = await self._fleet.wait_for(
-                lambda: self._fleet.pick(run, sample), deadline, lambda: self._why(run)
+                lambda: self._fleet.pick(run, sample, request.key.book), deadline, lambda: self._why(run)
             )
             try:
-                with engine.flight():
+                with engine.flight(), self._busy.turn():
                     response = await engine.call("Turn", request, max(0.001, deadline - loop.time()))
                 return response, engine
             except NotReady as exc:
@@ -135,15 +138,17 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
         def can(engine: RoutedEngine) -> bool:
             if request.engine:
                 return engine.id == request.engine and engine.renders(request.run)
-            return engine.open and engine.serves(request.run)
+            return engine.open and engine.serves(request.run) and not engine.entry.book
 
         scored: rollout_pb2.ScoreTokensResponse = await self._forward("Score", request, context, can)
         return scored
 
     async def Pause(self, request: rollout_pb2.GateRequest, context: Any) -> rollout_pb2.GateResponse:
-        """Close gates and wait for what is in flight, at most ``drain_timeout_s``."""
+        """Close gates and wait for what is in flight, at most ``drain_timeout_s`` (0: not at all)."""
         self._check_run(request.run)
         engines = self._fleet.close_gates(request.engines)
+        if request.drain_timeout_s <= 0:
+            return rollout_pb2.GateResponse(in_flight=sum(engine.in_flight for engine in engines))
         left = await asyncio.gather(*(engine.drained(request.drain_timeout_s) for engine in engines))
         return rollout_pb2.GateResponse(in_flight=sum(left))
 
@@ -162,6 +167,7 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
             turns=self._turns,
             sampled_tokens=self._tokens,
             engines=sorted(self._fleet.engines),
+            busy_s=self._busy.seconds,
         )
 
     async def _forward(self, method: str, request: Any, context: Any, can: Any) -> Any:

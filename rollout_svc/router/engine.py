@@ -4,6 +4,7 @@ Invariants
 - ``in_flight`` counts turns that were sent and not answered; it never drops below zero and ends at zero.
 - A closed gate lets nothing new through; what is in flight goes on.
 - A call is made once: the router chooses where it is repeated.
+- An engine that has left the roster may finish its turns for a while; what is late is NotReady, not cut off.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import grpc.aio
 
 from protos.headrace.v1 import refit_pb2, rollout_pb2_grpc
 from services.runtime.calls import call_metadata
-from services.runtime.errors import from_rpc_error
+from services.runtime.errors import NotReady, from_rpc_error
 from services.runtime.rpc import channel_options
 
 AVOID_SECONDS = 1.0
-CLOSE_SECONDS = 10.0
+LEAVE_SECONDS = 30.0
+"""More than an engine takes to drain: it ends its turns itself."""
 
 
 class RoutedEngine:
@@ -38,6 +40,7 @@ class RoutedEngine:
         self._channels: list[grpc.aio.Channel] = []
         self._address = ""
         self._stub: Any = None
+        self._closed = False
 
     @property
     def id(self) -> str:
@@ -57,6 +60,10 @@ class RoutedEngine:
         info = self.entry.info
         lost = self.entry.state == refit_pb2.ENGINE_STATE_LOST
         return info.ready and info.run == run and not lost and time.monotonic() >= self._avoid_until
+
+    def set_aside_for(self, book: str) -> bool:
+        """Whether it answers turns of this book only."""
+        return self.entry.book == book and self.entry.state != refit_pb2.ENGINE_STATE_LOST
 
     def avoid(self) -> None:
         """Send nothing there for a moment: its process has just failed a call."""
@@ -89,10 +96,16 @@ class RoutedEngine:
             return await getattr(self._connected(), method)(request, timeout=timeout, metadata=metadata)
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc, where=f"{self.id} at {self._address}, {method}") from exc
+        except asyncio.CancelledError:
+            # A closed channel cancels its calls in the same way as somebody who cancels the caller.
+            if not self._closed or _cancelled():
+                raise
+            raise NotReady("The engine has left", where=self.id, reason="ENGINE_GONE") from None
 
-    async def close(self) -> None:
-        """Close the channels once nothing is in flight: closing cancels what is, and its waiters with it."""
-        await self.drained(CLOSE_SECONDS)
+    async def close(self, seconds: float = LEAVE_SECONDS) -> None:
+        """Close the channels once nothing is in flight, at the latest after ``seconds``."""
+        await self.drained(seconds)
+        self._closed = True
         for channel in self._channels:
             await channel.close(None)
         self._channels.clear()
@@ -105,3 +118,8 @@ class RoutedEngine:
             self._stub = rollout_pb2_grpc.EngineStub(self._channels[-1])
             self._address = address
         return self._stub
+
+
+def _cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -3,6 +3,7 @@
 Invariants
 - The bridge's roster decides who serves; the router's gates decide whether it may be sent to now.
 - A sample keeps its engine while that one serves and is open; else the least loaded one takes it.
+- Turns of a book for which engines are set aside go there and nowhere else; all other turns go to the others.
 - Every wait has a bound, and is woken by each change of the roster or of a gate.
 """
 
@@ -76,9 +77,9 @@ class Fleet:
             engine.open = not self._all_closed and engine.id not in self._closed
         self.notify()
 
-    def pick(self, run: str, sample: object) -> RoutedEngine | None:
-        """The engine for a turn of ``sample`` now, if there is one."""
-        free = [engine for engine in self.engines.values() if engine.open and engine.serves(run)]
+    def pick(self, run: str, sample: object, book: str) -> RoutedEngine | None:
+        """The engine for a turn of ``sample`` of ``book`` now, if there is one."""
+        free = [engine for engine in self.meant_for(book) if engine.open and engine.serves(run)]
         if not free:
             return None
         kept = self._affinity.get(sample)
@@ -87,6 +88,11 @@ class Fleet:
             chosen = min(free, key=lambda engine: engine.in_flight)
             self._remember(sample, chosen.id)
         return chosen
+
+    def meant_for(self, book: str) -> list[RoutedEngine]:
+        """The engines that are set aside for ``book``, else those that are not set aside."""
+        aside = [engine for engine in self.engines.values() if book and engine.set_aside_for(book)]
+        return aside or [engine for engine in self.engines.values() if not engine.entry.book]
 
     async def wait_for(
         self, pick: Callable[[], RoutedEngine | None], deadline: float, why: Callable[[], str]
@@ -113,9 +119,10 @@ class Fleet:
         return "; ".join(_describe(engine, run) for engine in self.engines.values())
 
     async def close(self) -> None:
-        """Close all channels."""
-        for engine in self.engines.values():
-            await engine.close()
+        """Close all channels; calls have ended."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*(engine.close(0.0) for engine in self.engines.values()))
 
     def _remember(self, sample: object, engine: str) -> None:
         self._affinity[sample] = engine
@@ -126,6 +133,7 @@ class Fleet:
 
 def _describe(engine: RoutedEngine, run: str) -> str:
     state = refit_pb2.EngineState.Name(engine.entry.state).removeprefix("ENGINE_STATE_").lower()
+    aside = f", set aside for {engine.entry.book}" if engine.entry.book else ""
     gate = "" if engine.open else ", gate closed"
     other = "" if engine.entry.info.run == run else ", not set up for this run"
-    return f"{engine.id} {state}{gate}{other}"
+    return f"{engine.id} {state}{gate}{aside}{other}"
