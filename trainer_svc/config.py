@@ -81,6 +81,10 @@ class TrainerConfig:
     overlong_filtering: bool
     error_threshold: float | None
     """Rows whose mean exp|l_gen - l_old| is above it do not train."""
+    window: int
+    """W: how many versions a trained token may be behind."""
+    rescore_samples: int | None
+    """Samples of a step whose older tokens are scored at their own version; None is all, 0 none."""
 
 
 def load_config(recipe_json: str) -> TrainerConfig:
@@ -119,6 +123,8 @@ def load_config(recipe_json: str) -> TrainerConfig:
         ),
         overlong_filtering=recipe.grpo.overlong_filtering,
         error_threshold=recipe.grpo.seq_logprob_error_threshold,
+        window=_window(recipe),
+        rescore_samples=recipe.stack.rescore_samples,
     )
 
 
@@ -149,6 +155,11 @@ def _unsupported(recipe: Recipe) -> dict[str, bool]:
         "policy.generation.top_p, top_k or min_p (log-probabilities are of the whole distribution)": grpo
         and filtered,
     }
+
+
+def _window(recipe: Recipe) -> int:
+    ahead = recipe.grpo.async_grpo
+    return ahead.max_trajectory_age_steps if recipe.kind == "grpo" and ahead.enabled else 0
 
 
 def _model(recipe: Recipe) -> ModelConfig:

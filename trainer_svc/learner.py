@@ -26,11 +26,13 @@ from trainer_svc.algorithms.metrics import StepMetrics, sequence_errors
 from trainer_svc.config import TrainerConfig
 from trainer_svc.data.rows import StepRows
 from trainer_svc.models.batching import MicroBatch, plan_micro_batches
-from trainer_svc.models.load import build_policy, load_network
+from trainer_svc.models.load import build_policy, load_network, wire_dtype
 from trainer_svc.models.policy import Policy
 from trainer_svc.objectives import Objective, PolicyObjective, SupervisedObjective
 from trainer_svc.optim import build_optimizer, build_scheduler, learning_rate
+from trainer_svc.rescoring import Rescorer, age_metrics
 from trainer_svc.summary import reward_metrics
+from trainer_svc.versions import Version
 
 
 class Learner:
@@ -44,6 +46,7 @@ class Learner:
         self.reference = self._load(config.model.model_name).eval() if config.loss.kl.beta else None
         self.optimizer = build_optimizer(self.policy.parameters(), config.optim)
         self.scheduler = build_scheduler(self.optimizer, config.optim)
+        self.rescorer = Rescorer(self.policy, config, wire_dtype(config.model.wire_dtype))
         self.optimizer_steps = 0
         self.touched = False
         self.seconds: dict[str, float] = {}
@@ -53,11 +56,14 @@ class Learner:
         """Trainable parameters."""
         return sum(each.numel() for each in self.policy.parameters() if each.requires_grad)
 
-    def train(self, rows: StepRows) -> dict[str, float]:
-        """One RL (or supervised) step over ``rows``; returns its metrics. Raises Internal when not finite."""
+    def train(self, rows: StepRows, current: Version) -> dict[str, float]:
+        """One RL (or supervised) step over ``rows``; returns its metrics. Raises Internal when not finite.
+
+        ``current`` names the weights at its start.
+        """
         self.seconds = {}
         metrics = StepMetrics()
-        objective, extra = self._prepare(rows)
+        objective, extra = self._prepare(rows, current)
         rate = learning_rate(self.optimizer)
         with self._phase("training"):
             for batch in self._global_batches(rows):
@@ -82,7 +88,7 @@ class Learner:
         network = load_network(weights, model.overrides, self.device)
         return build_policy(network, precision=model.precision, chunk_tokens=model.chunk_tokens)
 
-    def _prepare(self, rows: StepRows) -> tuple[Objective, dict[str, float]]:
+    def _prepare(self, rows: StepRows, current: Version) -> tuple[Objective, dict[str, float]]:
         if self.config.kind == "sft":
             return SupervisedObjective(), {}
         if self.config.overlong_filtering:
@@ -95,9 +101,18 @@ class Learner:
             if self.reference is not None:
                 self._log_probabilities(self.reference, "reference", rows)
         extra = self._mask_mismatched(rows, threshold) if threshold is not None else {}
+        extra |= self._rescore(rows, current)
         advantages = group_advantages(rows.rewards, rows.groups, self.config.advantages)
         rows.tokens.columns["advantages"] = torch.repeat_interleave(advantages, rows.tokens.lengths)
         return PolicyObjective(loss), extra | reward_metrics(rows, advantages)
+
+    def _rescore(self, rows: StepRows, current: Version) -> dict[str, float]:
+        if not self.config.window:
+            return {}
+        with self._phase("rescoring"):
+            found = self.rescorer.rescore(rows, current)
+            self.rescorer.keep(current)
+        return found | age_metrics(rows, current)
 
     @torch.no_grad()
     def _log_probabilities(self, policy: Policy, name: str, rows: StepRows) -> None:

@@ -13,7 +13,7 @@ from trainer_svc.algorithms.losses import (
     negative_log_likelihood,
 )  # fmt: skip
 from trainer_svc.algorithms.masked import Counts, masked_sum
-from trainer_svc.algorithms.metrics import Sums, policy_bounds, policy_sums
+from trainer_svc.algorithms.metrics import OwnVersion, Sums, policy_bounds, policy_sums
 from trainer_svc.models.batching import MicroBatch
 from trainer_svc.models.policy import TokenScores
 
@@ -51,8 +51,15 @@ class PolicyObjective:
             mask=micro["mask"],
         )
         terms = clipped_policy_loss(scores.logprobs, inputs, counts, self._settings)
-        sums = policy_sums(scores.logprobs, inputs.generation, inputs.mask, terms)
+        sums = policy_sums(scores.logprobs, inputs.generation, inputs.mask, terms, _own(micro))
         return Outcome(terms.loss, sums, policy_bounds(inputs.mask, terms))
+
+
+def _own(micro: MicroBatch) -> OwnVersion | None:
+    """What rescoring has added, if it has."""
+    if "judged" not in micro.columns:
+        return None
+    return OwnVersion(micro["own"], micro["older"], micro["judged"])
 
 
 class SupervisedObjective:

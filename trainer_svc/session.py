@@ -26,9 +26,10 @@ from trainer_svc.checkpoint.store import Checkpoint, CheckpointStore
 from trainer_svc.config import TrainerConfig, load_config
 from trainer_svc.data.rows import StepRows
 from trainer_svc.learner import Learner
-from trainer_svc.models.load import DTYPES, check_model, source_dtype, write_network
+from trainer_svc.models.load import check_model, source_dtype, wire_dtype, write_network
 from trainer_svc.models.wire import WireScorer
 from trainer_svc.steps import EpochFence
+from trainer_svc.versions import Version
 
 _log = get_logger("trainer")
 
@@ -49,9 +50,10 @@ class Session:
         self.completed_steps = 0
         self.checkpointed_steps: int | None = None
         self.last_result: trainer_pb2.StepResponse | None = None
+        self._incarnation = 0
         self.learner = self._load(device)
         self.sender = ShmSender(self.run)
-        self._scorer = WireScorer(self.learner.policy, self._wire_dtype())
+        self._scorer = WireScorer(self.learner.policy, wire_dtype(self.config.model.wire_dtype))
 
     def close(self) -> None:
         """Give staged memory back."""
@@ -60,7 +62,7 @@ class Session:
     def train(self, step: int, rows: StepRows) -> trainer_pb2.StepResponse:
         """Train step ``step`` on ``rows`` and store the result."""
         before = self.learner.optimizer_steps
-        metrics = self.learner.train(rows)
+        metrics = self.learner.train(rows, Version(self._incarnation, self.completed_steps))
         self._scorer.weights_changed()
         self.completed_steps = step + 1
         metrics["optimizer_steps"] = float(self.learner.optimizer_steps - before)
@@ -104,8 +106,11 @@ class Session:
         version = request.version
         if self.sender.get(version.incarnation, version.number) is None:
             self._check_current(version.number)
+            self._enter(version.incarnation)
         source = HuggingFaceSource(self.learner.policy.network)
-        return self.sender.stage(version.incarnation, version.number, source, self._wire_dtype()).response()
+        return self.sender.stage(
+            version.incarnation, version.number, source, wire_dtype(self.config.model.wire_dtype)
+        ).response()
 
     def score(self, sequences: list[torch.Tensor], temperature: float) -> list[torch.Tensor]:
         """Log-probabilities [S] float32 of each sequence under the weights as engines get them."""
@@ -172,6 +177,12 @@ class Session:
                 completed_steps=str(self.completed_steps),
             )
 
+    def _enter(self, incarnation: int) -> None:
+        """Each publish after a restore names a new incarnation; versions of the former are undone."""
+        if incarnation != self._incarnation:
+            self._incarnation = incarnation
+            self.learner.rescorer.forget()
+
     def _progress(self, metrics: Mapping[str, float]) -> contents.Progress:
         stored = None
         if self.last_result is not None:
@@ -198,9 +209,3 @@ class Session:
             model=model.model_name,
             tokenizer=model.tokenizer_name,
         )
-
-    def _wire_dtype(self) -> torch.dtype:
-        name = self.config.model.wire_dtype
-        if name not in DTYPES:
-            raise InvalidInput(f"policy.generation.vllm_cfg.precision {name} is not known", where="recipe")
-        return DTYPES[name]

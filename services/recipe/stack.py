@@ -48,6 +48,9 @@ class Stack(Section):
     """Healthy engines without which a run cannot go on."""
     trainer_processes: Positive = 1
     """Ranks of the trainer's torchrun job."""
+    rescore_samples: NotNegative | None = 32
+    """W >= 1: samples per step whose older tokens are scored under the version that sampled them, for
+    ``token_mult_prob_error``; null is all, 0 is off (then it is of tokens of the current version only)."""
     threads: Threads = Threads()
     gym_concurrency: Positive = 128
     """Samples in flight in one gym worker."""
@@ -59,6 +62,13 @@ class Stack(Section):
     probe_sequences: Positive = 4
     probe_tokens: Positive = 16
     """Upper bound on the tokens of one probe sequence."""
+    order: Literal["in_order", "ready_first"] = "in_order"
+    """Which groups a step takes: its own (a straggler blocks it), or ready ones of later open steps in the
+    stragglers' place. ``ready_first`` needs ``grpo.async_grpo``."""
+    validation_engines: Positive = 1
+    """Engines set aside for a validation pass while training goes on; used when there are more."""
+    sample_timeout_s: PositiveFloat | None = None
+    """Longest time of one try of one sample; what takes longer counts as a failure of its environment."""
     claim_timeout_s: PositiveFloat = 30.0
     """A claim without heartbeat for so long is given to somebody else."""
     infrastructure_attempts: Positive = 5

@@ -8,43 +8,72 @@ Invariants
   log-probability: token_mult_prob_error = mean exp|l_gen - l_old|; gen_kl_error = KL(gen || train) and
   policy_kl_error = KL(train || gen), by k3; js_divergence_error = half the k3 of each to their mean;
   approx_entropy = -mean exp(l - l_gen) l.
+- The four mismatch metrics are taken at each token's own version (the weights that sampled it), over the
+  tokens where that is known; the same names with ``_raw`` compare every token with l_old.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer_svc.algorithms.kl import Kind, estimate
+from trainer_svc.algorithms.kl import estimate
 from trainer_svc.algorithms.losses import PolicyTerms
 from trainer_svc.algorithms.masked import masked_sum
 
 LOG_2 = math.log(2.0)
 Sums = dict[str, Tensor]
+MISMATCH = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error")
 
 
-def mismatch_sums(previous: Tensor, generation: Tensor, mask: Tensor, kind: Kind = "k3") -> Sums:
+class OwnVersion(NamedTuple):
+    """``logprobs`` of the tokens that an ``older`` version sampled, under it; ``judged`` tokens count.
+
+    A judged token that is not older is of the current version, where l_old is its own. All [B, S].
+    """
+
+    logprobs: Tensor
+    older: Tensor
+    judged: Tensor
+
+
+def mismatch_sums(previous: Tensor, generation: Tensor, mask: Tensor) -> Sums:
     """How far engine and trainer disagree on the sampled tokens; inputs [B, S], sums over ``mask``."""
     old, gen = previous.double(), generation.double()
     middle = torch.logaddexp(old, gen) - LOG_2
     js = 0.5 * estimate(old - middle, "k3") + 0.5 * estimate(gen - middle, "k3")
     return {
         "token_mult_prob_error": masked_sum(torch.exp((gen - old).abs()), mask),
-        "gen_kl_error": masked_sum(estimate(old - gen, kind), mask),
-        "policy_kl_error": masked_sum(estimate(gen - old, kind), mask),
+        "gen_kl_error": masked_sum(estimate(old - gen, "k3"), mask),
+        "policy_kl_error": masked_sum(estimate(gen - old, "k3"), mask),
         "js_divergence_error": masked_sum(js, mask),
     }
 
 
+def own_version_sums(previous: Tensor, generation: Tensor, mask: Tensor, own: OwnVersion | None) -> Sums:
+    """The mismatch at own version, and against ``previous`` (``_raw``); ``rescored_share`` counts the judged.
+
+    Without ``own`` every token is of the current version, and both are the same.
+    """
+    raw = mismatch_sums(previous, generation, mask)
+    found, judged = raw, mask
+    if own is not None:
+        judged = mask & own.judged
+        found = mismatch_sums(torch.where(own.older, own.logprobs, previous), generation, judged)
+    counted = {"rescored_share": judged.sum().double()}
+    return found | {f"{name}_raw": value for name, value in raw.items()} | counted
+
+
 def policy_sums(
-    logprobs: Tensor, generation: Tensor, mask: Tensor, terms: PolicyTerms, kind: Kind = "k3"
+    logprobs: Tensor, generation: Tensor, mask: Tensor, terms: PolicyTerms, own: OwnVersion | None = None
 ) -> Sums:
     """All token sums of the policy loss; [B, S] each."""
     current = logprobs.detach().double()
     entropy = -torch.exp(current - generation.double()) * current
-    sums = mismatch_sums(terms.previous, generation, mask, kind)
+    sums = own_version_sums(terms.previous, generation, mask, own)
     sums |= {
         "approx_entropy": masked_sum(entropy, mask),
         "probs_ratio": masked_sum(terms.ratio, mask),
@@ -106,7 +135,11 @@ class StepMetrics:
 
     def result(self) -> dict[str, float]:
         """The step's metrics by name."""
-        found = {name: float(value) / max(self._tokens, 1) for name, value in self._sums.items()}
+        found = {
+            name: float(value) / self._denominator(name)
+            for name, value in self._sums.items()
+            if self._denominator(name) > 0
+        }
         bounds = {name: float(value) for name, value in self._bounds.items()}
         updates = max(len(self._losses), 1)
         return (
@@ -120,3 +153,9 @@ class StepMetrics:
                 "global_valid_seqs": float(self._sequences),
             }
         )
+
+    def _denominator(self, name: str) -> float:
+        """Trained tokens; for the mismatch those of known own version: a step without any has no value."""
+        if name in MISMATCH and "rescored_share" in self._sums:
+            return float(self._sums["rescored_share"])
+        return float(max(self._tokens, 1))

@@ -8,7 +8,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ from protos.headrace.v1 import buffer_pb2, types_pb2
 from services.runtime.errors import Corrupt, InvalidInput
 from trainer_svc.data.columns import Array, read_columns
 from trainer_svc.models.batching import TokenRows
+from trainer_svc.versions import UNKNOWN, Version
 
 Kind = Literal["grpo", "sft"]
 
@@ -29,7 +30,8 @@ class StepRows:
     """N rows: token columns ids (int64), mask (bool), generation (float32); per row the rest, [N].
 
     ``groups`` is the index of the row's group in the manifest; ``prompts`` counts tokens before the first
-    trained one.
+    trained one. ``numbers`` and ``incarnations`` (int32, over all tokens) name the version that sampled a
+    token; -1 for none, and for an incarnation that the trajectory does not tell.
     """
 
     tokens: TokenRows
@@ -37,11 +39,23 @@ class StepRows:
     groups: Tensor
     truncated: Tensor
     prompts: Tensor
+    numbers: Tensor
+    incarnations: Tensor
+
+    @property
+    def row_of_token(self) -> Tensor:
+        """The row of each token, [total tokens]."""
+        return torch.repeat_interleave(torch.arange(self.tokens.rows), self.tokens.lengths)
+
+    def of_version(self, version: Version) -> Tensor:
+        """Tokens that ``version`` sampled, [total tokens] bool."""
+        return (self.numbers == version.number) & (self.incarnations == version.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     columns: dict[str, Array]
+    incarnations: Array
     group: int
     reward: float
     truncated: bool
@@ -75,6 +89,8 @@ def build_rows(
         groups=torch.tensor([row.group for row in rows], dtype=torch.int64),
         truncated=torch.tensor([row.truncated for row in rows]),
         prompts=torch.tensor([int(mask.argmax()) if mask.any() else len(mask) for mask in masks]),
+        numbers=torch.from_numpy(np.concatenate([row.columns["versions"] for row in rows])),
+        incarnations=torch.from_numpy(np.concatenate([row.incarnations for row in rows])),
     )
 
 
@@ -109,7 +125,25 @@ def _row(
     if kind == "grpo":
         _check_sampled(columns, where)
     reward = _reward(sample, trajectory, where) if kind == "grpo" else 0.0
-    return _Row(columns, group, reward, trajectory.outcome == types_pb2.OUTCOME_TRUNCATED)
+    return _Row(
+        columns,
+        _incarnations(columns["versions"], trajectory.policy_versions),
+        group,
+        reward,
+        trajectory.outcome == types_pb2.OUTCOME_TRUNCATED,
+    )
+
+
+def _incarnations(numbers: Array, told: Iterable[types_pb2.PolicyVersion]) -> Array:
+    """The incarnation of each token; UNKNOWN where none is told, or two for one number."""
+    lives: dict[int, int] = {}
+    for version in told:
+        known = lives.setdefault(version.number, version.incarnation)
+        lives[version.number] = known if known == version.incarnation else UNKNOWN
+    found = np.full(numbers.shape, UNKNOWN, dtype=np.int32)
+    for number, life in lives.items():
+        found[numbers == number] = life
+    return found
 
 
 def _reward(sample: buffer_pb2.ManifestSample, trajectory: types_pb2.Trajectory, where: str) -> float:

@@ -32,6 +32,13 @@ _SIDE_FILES = (
 )  # fmt: skip
 
 
+def wire_dtype(name: str) -> torch.dtype:
+    """The dtype in which weights travel to engines; raises InvalidInput for an unknown name."""
+    if name not in DTYPES:
+        raise InvalidInput(f"policy.generation.vllm_cfg.precision {name} is not known", where="recipe")
+    return DTYPES[name]
+
+
 def load_network(name: str, overrides: Mapping[str, Any], device: torch.device) -> Any:
     """The model at ``name`` (directory or Hugging Face id) in FP32 on ``device``, without dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM

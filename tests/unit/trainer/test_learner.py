@@ -20,8 +20,10 @@ from trainer_svc.learner import Learner
 from trainer_svc.models.batching import TokenRows, plan_micro_batches
 from trainer_svc.models.policy import Policy
 from trainer_svc.session import Session
+from trainer_svc.versions import Version
 
 CPU = torch.device("cpu")
+BASE = Version(0, 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,25 +60,23 @@ def gradient(base: Path, rows: StepRows, micro_rows: int, **policy: Any) -> torc
     }
     learner = Learner(load_config(recipe(base, **settings)), str(base), CPU)
     before = torch.cat([each.detach().flatten().clone() for each in learner.policy.parameters()])
-    learner.train(rows)
+    learner.train(rows, BASE)
     return before - torch.cat([each.detach().flatten() for each in learner.policy.parameters()])
 
 
 def permuted(rows: StepRows, order: torch.Tensor, padding: int = 0) -> StepRows:
     """The same rows in another order, each with ``padding`` untrained tokens more."""
     starts, lengths = rows.tokens.starts, rows.tokens.lengths
-    columns = {
-        name: torch.cat(
-            [
-                torch.cat([flat[starts[row] : starts[row] + lengths[row]], flat.new_zeros(padding)])
-                for row in order.tolist()
-            ]
-        )
-        for name, flat in rows.tokens.columns.items()
-    }
+
+    def moved(flat: torch.Tensor) -> torch.Tensor:
+        parts = [flat[starts[row] : starts[row] + lengths[row]] for row in order.tolist()]
+        return torch.cat([torch.cat([part, flat.new_zeros(padding)]) for part in parts])
+
+    columns = {name: moved(flat) for name, flat in rows.tokens.columns.items()}
     return StepRows(
         TokenRows(lengths[order] + padding, columns),
         rows.rewards[order], rows.groups[order], rows.truncated[order], rows.prompts[order],
+        moved(rows.numbers), moved(rows.incarnations),
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(base: Path) -> None:
     rows = rows_of(0)
     rows.rewards[0] = float("inf")
     with pytest.raises(Internal, match="nothing was applied"):
-        learner.train(rows)
+        learner.train(rows, BASE)
     assert not learner.touched
     assert learner.optimizer_steps == 0
     assert all(
@@ -135,7 +135,7 @@ def test_several_optimizer_steps_make_the_ratio_leave_one(base: Path) -> None:
         recipe(base, train_global_batch_size=4, optimizer={"kwargs": {"lr": 0.02}}, scheduler=[])
     )
     learner = Learner(config, str(base), CPU)
-    metrics = learner.train(rows_of(0))
+    metrics = learner.train(rows_of(0), BASE)
     assert learner.optimizer_steps == 4
     assert metrics["probs_ratio_max"] > 1.01
     assert metrics["global_valid_toks"] == float(rows_of(0).tokens.columns["mask"].sum())
@@ -144,13 +144,13 @@ def test_several_optimizer_steps_make_the_ratio_leave_one(base: Path) -> None:
 
 def test_the_learning_rate_follows_rl_steps_not_optimizer_steps(base: Path) -> None:
     learner = Learner(load_config(recipe(base)), str(base), CPU)
-    rates = [learner.train(rows_of(step))["lr"] for step in range(5)]
+    rates = [learner.train(rows_of(step), BASE)["lr"] for step in range(5)]
     assert rates == pytest.approx([0.0003, 0.0012, 0.0021, 0.003, 0.003])
 
 
 def test_supervised_training_learns_its_rows(base: Path) -> None:
     learner = Learner(load_config(recipe(base, "sft", scheduler=[])), str(base), CPU)
-    metrics = [learner.train(rows_of(0, "sft")) for _ in range(80)]
+    metrics = [learner.train(rows_of(0, "sft"), BASE) for _ in range(80)]
     assert metrics[0]["loss"] == pytest.approx(4.2, abs=0.3)  # log 64
     assert metrics[-1]["loss"] < 0.5
     assert metrics[-1]["token_accuracy"] > 0.9
@@ -161,7 +161,7 @@ def test_overlong_rows_do_not_train_but_count_in_the_baseline(base: Path) -> Non
     learner = Learner(load_config(text), str(base), CPU)
     rows = rows_of(0)
     rows.truncated[:3] = True
-    metrics = learner.train(rows)
+    metrics = learner.train(rows, BASE)
     assert metrics["global_valid_seqs"] == 13
     assert rows.tokens.columns["advantages"][0] != 0
 
@@ -172,7 +172,7 @@ def test_rows_with_a_large_mismatch_are_masked(base: Path) -> None:
     rows = rows_of(0)
     start = int(rows.tokens.starts[2])
     rows.tokens.columns["generation"][start : start + int(rows.tokens.lengths[2])] = -12.0
-    assert learner.train(rows)["num_masked_seqs_by_logprob_error"] == 1
+    assert learner.train(rows, BASE)["num_masked_seqs_by_logprob_error"] == 1
 
 
 def session(base: Path, folder: Path, text: str | None = None) -> Session:
