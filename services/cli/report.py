@@ -63,8 +63,13 @@ def _time(timing: dict[str, float], throughput: dict[str, float]) -> Iterator[tu
     parts = [
         f"{name} {seconds:.1f} s ({seconds / total:.0%})"
         for name, seconds in timing.items()
-        if name != "total"
+        if name not in ("total", "overhead", "overhead_share")
     ]
     yield "time", f"{total:.1f} s: " + ", ".join(parts)
+    if "overhead" in timing:
+        yield (
+            "overhead",
+            f"{timing['overhead']:.1f} s ({timing['overhead_share']:.1%}): starting, checkpoint, idle",
+        )
     if "tokens_per_s" in throughput:
         yield "tokens/s", f"{throughput['tokens_per_s']:.0f}"

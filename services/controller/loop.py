@@ -5,7 +5,9 @@ Invariants
   trained, committed and published.
 - A life ends when the trainer lost its memory or a service stayed away; the next one begins with recovery.
   Lives without progress are limited.
-- Synchronous training is W = 0: groups of step t open once version t is committed.
+- Groups of step t open once version t - W is committed, and as soon as it is: engines work on them while the
+  trainer trains. Synchronous training is W = 0; there is no other loop.
+- A paused loop starts no step and opens no group, and its deadlines stand still.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import redis as redis_py
 
 from protos.headrace.v1 import buffer_pb2, trainer_pb2, types_pb2
 from services.controller.dispatch import Dispatcher
+from services.controller.exposure import Exposure
+from services.controller.pausing import PauseSwitch
 from services.controller.peers import Peers, RunContext
 from services.controller.progress import Progress
 from services.controller.recovery import Recovery, TrainerLost
@@ -48,6 +52,7 @@ class StepLoop:
         dispatcher: Dispatcher,
         validator: Validator,
         max_steps: int,
+        switch: PauseSwitch,
     ) -> None:
         self._ctx = ctx
         self._peers = peers
@@ -58,6 +63,8 @@ class StepLoop:
         self._max_steps = max_steps
         self._recovery = Recovery(ctx, peers, store, progress, validator)
         self._clock = PhaseClock()
+        self._switch = switch
+        self._exposure = Exposure(peers)
 
     async def run(self) -> None:
         """Lives until the run is done; raises what no further life can mend."""
@@ -99,18 +106,35 @@ class StepLoop:
             for task in (steps, watch):
                 task.cancel()
             await asyncio.gather(steps, watch, return_exceptions=True)
+            await self._validator.interrupt()
 
     async def _steps(self) -> None:
         await self._after(self._progress.completed)
         while self._progress.completed < self._max_steps:
             await self._step(self._progress.completed)
+        with self._clock.phase("validation"):
+            await self._validator.finish()
+        await self._put_extra(self._progress.completed)
+
+    async def _open_window(self, step: int) -> None:
+        """Open what may be sampled while ``step`` is the next to be trained."""
+        for ahead in range(step, min(step + self._ctx.window, self._max_steps - 1) + 1):
+            await self._dispatcher.open_step(ahead)
+
+    async def _stand_still(self) -> float:
+        """Wait while the run is paused; the seconds, which are not run time."""
+        seconds = await self._switch.passed()
+        self._clock.skip(seconds)
+        return seconds
 
     async def _step(self, step: int) -> None:
+        await self._stand_still()
+        await self._exposure.begin()
         with self._clock.phase("generation"):
-            last = min(step + self._ctx.window, self._max_steps - 1)
-            for ahead in range(step, last + 1):
-                await self._dispatcher.open_step(ahead)
+            await self._open_window(step)
             manifest = await self._lease(step)
+        if not self._ctx.supervised:
+            self._clock.split_generation(*await self._exposure.end(manifest))
         with self._clock.phase("training"), tracing.span("step", step=step):
             answer: trainer_pb2.StepResponse = await self._peers.trainer.Step(
                 trainer_pb2.StepRequest(run=self._ctx.run, fence=self._ctx.fence(step), manifest=manifest)
@@ -134,12 +158,15 @@ class StepLoop:
         """The step's groups; replaces dropped ones while waiting. Raises TimedOut."""
         end = time.monotonic() + self._ctx.recipe.stack.step_timeout_s
         while True:
+            end += await self._stand_still()
             answer: buffer_pb2.LeaseResponse = await self._peers.buffer.Lease(
                 buffer_pb2.LeaseRequest(
                     run=self._ctx.run, fence=self._ctx.fence(step), groups=self._ctx.recipe.prompts_per_step,
-                    version=step, wait_s=LEASE_WAIT_S,
+                    version=step, wait_s=LEASE_WAIT_S, order=self._ctx.order,
                 )
             )  # fmt: skip
+            if self._switch.paused:
+                continue  # a leased step is leased again, with the same groups
             if answer.HasField("manifest"):
                 return answer.manifest
             if answer.missing:
@@ -157,7 +184,11 @@ class StepLoop:
     ) -> None:
         """Journal, metrics and event of a finished step."""
         seconds = self._clock.record()
-        metrics = {**batch_metrics(manifest), **dict(answer.metrics)}
+        metrics = {
+            **batch_metrics(manifest),
+            **dict(answer.metrics),
+            **await self._exposure.buffered(self._ctx.run),
+        }
         record = {
             "step": step,
             "metrics": metrics,
@@ -174,16 +205,24 @@ class StepLoop:
         await self._store.emit(self._ctx.run, "step", step=step + 1, values=values)
 
     async def _after(self, completed: int) -> None:
-        """Validation and checkpoint that are due after ``completed`` steps."""
+        """Validation and checkpoint that are due after ``completed`` steps.
+
+        Nothing is opened before a pass that needs all engines; else the engines get work first of all.
+        """
         last = completed >= self._max_steps
+        self._validator.check()
         if self._validator.due(completed, last=last):
             with self._clock.phase("validation"):
-                await self._validator.run(completed, self._progress.incarnation)
+                await self._validator.validate(completed, self._progress.incarnation, last=last)
+        if not self._switch.paused and not last:
+            await self._open_window(completed)
         if completed and self._save_due(completed, last=last):
             with self._clock.phase("checkpoint"):
                 await self._save(completed)
-        seconds = self._clock.record()
-        await self._store.put_extra_seconds(self._ctx.run, completed, seconds)
+        await self._put_extra(completed)
+
+    async def _put_extra(self, completed: int) -> None:
+        await self._store.put_extra_seconds(self._ctx.run, completed, self._clock.record())
 
     def _save_due(self, completed: int, *, last: bool) -> bool:
         config = self._ctx.recipe.checkpointing
@@ -191,6 +230,8 @@ class StepLoop:
 
     async def _save(self, completed: int) -> None:
         fence = self._ctx.fence(completed - 1)
+        if (self._ctx.recipe.checkpointing.metric_name or "").startswith("val:"):
+            await self._validator.finish()
         validations = await self._store.validations(self._ctx.run)
         metrics = {f"val:{k}": float(v) for k, v in validations.get(completed, {}).items() if _number(v)}
         answer: trainer_pb2.SaveResponse = await self._peers.trainer.Save(
@@ -212,6 +253,7 @@ def batch_metrics(manifest: buffer_pb2.Manifest) -> dict[str, float]:
     """What the manifest alone says of a batch; empty values are left out."""
     samples = [s for g in manifest.groups for s in g.samples]
     rewards = [s.reward for s in samples if s.HasField("reward")]
+    ages = [float(manifest.step) - s.version for s in samples if s.HasField("version")]
     out = {
         "total_num_tokens": float(sum(s.tokens for s in samples)),
         "mean_gen_tokens_per_sample": sum(s.sampled_tokens for s in samples) / max(1, len(samples)),
@@ -220,6 +262,9 @@ def batch_metrics(manifest: buffer_pb2.Manifest) -> dict[str, float]:
     }
     if rewards:
         out["reward"] = sum(rewards) / len(rewards)
+    if ages:
+        out["avg_trajectory_age"] = sum(ages) / len(ages)
+        out["trajectory_age_max"] = max(ages)
     return out
 
 

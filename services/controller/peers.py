@@ -68,7 +68,16 @@ class RunContext:
     @property
     def window(self) -> int:
         """W: how many steps dispatch may run ahead of the committed version."""
-        return self.recipe.stack.prefetch_steps if self.supervised else 0
+        ahead = self.recipe.grpo.async_grpo
+        if self.supervised:
+            return self.recipe.stack.prefetch_steps
+        return ahead.max_trajectory_age_steps if ahead.enabled else 0
+
+    @property
+    def order(self) -> buffer_pb2.LeaseOrder.ValueType:
+        """Which groups a step takes."""
+        ready_first = self.recipe.stack.order == "ready_first"
+        return buffer_pb2.LEASE_ORDER_READY_FIRST if ready_first else buffer_pb2.LEASE_ORDER_IN_ORDER
 
 
 class Peers:
@@ -99,7 +108,7 @@ class Peers:
         """Setup of everything but trainer and bridge, by service; each takes its timeout in seconds."""
         env = json.dumps(ctx.recipe.env.model_dump(mode="json"))
         reward = reward_pb2.RewardSetupRequest(run=ctx.run, env_json=env)
-        gym = gym_pb2.GymSetupRequest(run=ctx.run, env_json=env, seed=ctx.seed)
+        gym = gym_pb2.GymSetupRequest(run=ctx.run, env_json=gym_env(ctx), seed=ctx.seed)
         calls: list[tuple[str, Callable[..., Awaitable[Any]], Any]]
         calls = [("buffer", self.buffer.Setup, buffer_setup(ctx))]
         calls += [("rollout", self.rollout.Setup, rollout_setup(ctx))]
@@ -147,6 +156,17 @@ def _bound(method: Callable[..., Awaitable[Any]], request: Any) -> Setup:
     return lambda timeout: method(request, timeout=timeout)
 
 
+def gym_env(ctx: RunContext) -> str:
+    """The env section, with the limits that a gym worker keeps."""
+    stack = ctx.recipe.stack
+    limits = {
+        "claim_timeout_s": stack.claim_timeout_s,
+        "sample_timeout_s": stack.sample_timeout_s,
+        "max_total_sequence_length": ctx.recipe.policy.max_total_sequence_length,
+    }
+    return json.dumps(ctx.recipe.env.model_dump(mode="json") | limits)
+
+
 def buffer_setup(ctx: RunContext) -> buffer_pb2.BufferSetupRequest:
     """Budgets and admission rules of a run."""
     stack = ctx.recipe.stack
@@ -170,6 +190,7 @@ def rollout_setup(ctx: RunContext) -> rollout_pb2.RolloutSetupRequest:
 def refit_setup(ctx: RunContext, vocab_size: int) -> refit_pb2.RefitSetupRequest:
     """Probe and quorum of a run; every version answers the same question."""
     stack, generation = ctx.recipe.stack, ctx.recipe.policy.generation
+    ahead = ctx.recipe.grpo.async_grpo
     return refit_pb2.RefitSetupRequest(
         run=ctx.run,
         transport=stack.transport,
@@ -178,6 +199,8 @@ def refit_setup(ctx: RunContext, vocab_size: int) -> refit_pb2.RefitSetupRequest
         probe_tolerance=stack.probe_tolerance,
         probe_temperature=generation.temperature,
         fence=ctx.fence(0),
+        in_flight=ahead.in_flight_weight_updates,
+        recompute_kv_cache=ahead.recompute_kv_cache_after_weight_updates,
     )
 
 

@@ -67,9 +67,11 @@ class Recovery:
         progress = self._progress
         same = progress.started and state.process == progress.trainer
         if same and state.completed_steps in (progress.completed, progress.completed + 1):
+            await self._validator.settle(progress.completed, restored=False)
             return state.completed_steps > progress.completed
         if progress.started:
             await self._restore(state)
+            await self._validator.settle(state.completed_steps, restored=True)
         progress.completed, progress.trainer, progress.started = state.completed_steps, state.process, True
         await self._store.write_journal(self._ctx.run, **progress.fields())
         return False
@@ -80,7 +82,6 @@ class Recovery:
         answer = await self._peers.buffer.Restore(
             buffer_pb2.RestoreRequest(run=self._ctx.run, fence=self._ctx.fence(steps), completed_steps=steps)
         )
-        await self._validator.abandon()
         text = f"trainer restored to step {steps}; {answer.groups} groups go back for their steps"
         log.warning("restored", steps=steps, groups=answer.groups, incarnation=self._progress.incarnation)
         await self._store.emit(self._ctx.run, "restore", text, step=steps, values={"groups": answer.groups})

@@ -24,13 +24,14 @@ from services.controller import summary
 from services.controller.data import Draws, RowFile
 from services.controller.dispatch import TRAIN_BOOK, Dispatcher
 from services.controller.loop import StepLoop
+from services.controller.pausing import PauseSwitch
 from services.controller.peers import Peers, RunContext
 from services.controller.progress import Progress
 from services.controller.settings import ControllerSettings
 from services.controller.store import LEASE_MS, RunStore, status_name
 from services.controller.validation import Validator
 from services.recipe import Recipe
-from services.runtime.errors import Fenced, HeadraceError, InvalidInput
+from services.runtime.errors import Fenced, HeadraceError, InvalidInput, Refused
 from services.runtime.home import Home
 from services.runtime.logs import bind_ids, get_logger
 
@@ -48,6 +49,7 @@ class Scheduler:
         self.store = RunStore(client)
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._active: tuple[str, asyncio.Task[None]] | None = None
+        self._switch = PauseSwitch()
         self._peers: Peers | None = None
 
     async def forever(self) -> None:
@@ -77,6 +79,29 @@ class Scheduler:
         else:
             await self._end(run, runs_pb2.RUN_STATUS_CANCELLED, reason or "cancelled")
 
+    async def pause(self, run: str) -> None:
+        """Hold ``run`` before its next step; a queued one is not taken up."""
+        message = await self.store.get(run)
+        if message.ended_ns:
+            raise Refused(f"{run} has ended", do="Start a new run.")
+        await self.store.update(run, paused=1, status=runs_pb2.RUN_STATUS_PAUSED)
+        if self._active is not None and self._active[0] == run:
+            self._switch.pause()
+        if message.status != runs_pb2.RUN_STATUS_PAUSED:
+            await self.store.emit(run, "status", "paused")
+
+    async def resume(self, run: str) -> None:
+        """Let a paused run go on; another one is left as it is."""
+        message = await self.store.get(run)
+        if message.status != runs_pb2.RUN_STATUS_PAUSED:
+            return
+        active = self._active is not None and self._active[0] == run
+        status = runs_pb2.RUN_STATUS_RUNNING if active else runs_pb2.RUN_STATUS_QUEUED
+        await self.store.update(run, paused="", status=status)
+        if active:
+            self._switch.resume()
+        await self.store.emit(run, "status", "resumed")
+
     async def _attempt(self, run: str, epoch: int) -> None:
         """Drive ``run``; without its store nothing can be said of it, so it is taken up again later."""
         try:
@@ -86,6 +111,7 @@ class Scheduler:
             await asyncio.sleep(IDLE_S)
 
     async def _drive(self, run: str, epoch: int) -> None:
+        self._switch = PauseSwitch(paused=bool((await self.store.fields(run)).get("paused")))
         task = asyncio.create_task(self._run(run, epoch))
         renew = asyncio.create_task(self._renew(run, epoch, task))
         self._active = (run, task)
@@ -144,10 +170,10 @@ class Scheduler:
         recipe = Recipe.model_validate_json(fields["recipe"])
         folder = recipe.checkpointing.checkpoint_dir or str(paths.checkpoints)
         ctx = RunContext(run, recipe, fields["recipe"], epoch, folder)
-        await self.store.update(
-            run, status=runs_pb2.RUN_STATUS_RUNNING, started_ns=fields.get("started_ns") or time.time_ns()
-        )
-        await self.store.emit(run, "status", "running")
+        await self.store.update(run, started_ns=fields.get("started_ns") or time.time_ns())
+        if not self._switch.paused:
+            await self.store.update(run, status=runs_pb2.RUN_STATUS_RUNNING)
+            await self.store.emit(run, "status", "running")
         loop, max_steps = await self._prepare(ctx, self._peers)
         await self.store.update(run, max_steps=max_steps)
         engine = asyncio.create_task(self._remember_engine(run, self._peers))
@@ -178,7 +204,7 @@ class Scheduler:
         draws = Draws(rows, seed=ctx.seed, shuffle=recipe.data.shuffle)
         dispatcher = Dispatcher(ctx, peers, self.store, draws)
         validator = Validator(ctx, peers, self.store, dispatcher, held_out)
-        loop = StepLoop(ctx, peers, self.store, progress, dispatcher, validator, max_steps)
+        loop = StepLoop(ctx, peers, self.store, progress, dispatcher, validator, max_steps, self._switch)
         return loop, max_steps
 
     async def _check_fingerprint(self, run: str, rows: RowFile) -> None:

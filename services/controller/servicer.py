@@ -24,6 +24,7 @@ from services.runtime.errors import Conflict, InvalidInput, Refused
 from services.runtime.home import Home, write_atomic
 
 WATCH_WAIT_S = 2.0
+MAX_STEPS = 1000
 
 
 def new_run_id(name: str) -> str:
@@ -91,6 +92,7 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
             stack=self._settings.stack,
             error="",
             cancel="",
+            paused="",
             ended_ns=0,
         )
         await self._store.emit(run, "status", "resumed")
@@ -134,9 +136,44 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         await self._scheduler.cancel(request.run, request.reason)
         return await self._store.get(request.run)
 
+    async def Pause(
+        self, request: runs_pb2.PauseRunRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> runs_pb2.Run:
+        """Hold a run before its next step."""
+        await self._scheduler.pause(request.run)
+        return await self._store.get(request.run)
+
+    async def Resume(
+        self, request: runs_pb2.ResumeRunRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> runs_pb2.Run:
+        """Let a paused run go on."""
+        await self._scheduler.resume(request.run)
+        return await self._store.get(request.run)
+
+    async def ListSteps(
+        self, request: runs_pb2.ListStepsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> runs_pb2.ListStepsResponse:
+        """Records of finished steps, oldest first."""
+        await self._store.get(request.run)
+        records = await self._store.steps(request.run)
+        wanted = [step for step in records if step >= request.from_step]
+        limit = min(request.limit or MAX_STEPS, MAX_STEPS)
+        return runs_pb2.ListStepsResponse(steps=[step_message(records[step]) for step in wanted[:limit]])
+
     async def Audit(
         self, request: runs_pb2.AuditRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> runs_pb2.AuditResponse:
         """Prove the books from the store."""
         await self._store.get(request.run)
         return await audit_store(self._client, request.run)
+
+
+def step_message(record: dict[str, Any]) -> runs_pb2.StepRecord:
+    """A step's record as the contract shows it."""
+    return runs_pb2.StepRecord(
+        step=record["step"],
+        metrics=record["metrics"],
+        seconds=record["seconds"],
+        groups=record["groups"],
+        incarnation=record["incarnation"],
+    )

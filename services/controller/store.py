@@ -92,10 +92,14 @@ class RunStore:
         return found
 
     async def pending(self, stack: str) -> str | None:
-        """The oldest run of this stack that has not ended."""
+        """The oldest run of this stack that has not ended, without those that were paused in the queue."""
         for raw in await self._redis.zrange(RUNS_KEY, 0, -1):
-            status, owner = await self._redis.hmget(self.key(raw.decode(), "run"), "status", "stack")
-            if status is not None and int(status) not in TERMINAL and (owner or b"").decode() == stack:
+            status, owner, started = await self._redis.hmget(
+                self.key(raw.decode(), "run"), "status", "stack", "started_ns"
+            )
+            if status is None or int(status) in TERMINAL or (owner or b"").decode() != stack:
+                continue
+            if int(status) != runs_pb2.RUN_STATUS_PAUSED or started:
                 return str(raw.decode())
         return None
 

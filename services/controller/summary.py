@@ -1,7 +1,8 @@
 """The object that ``headrace runs show --json`` prints.
 
 Invariants: built from the store alone, hence the same for a live run, after a crash and after the end;
-``timing`` phases and ``idle`` add up to ``total``; a value that nobody measured is absent, never zero.
+``timing`` phases and ``idle`` add up to ``total``, of which ``overhead`` is the part that does no work; a
+value that nobody measured is absent, never zero.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from services.buffer.ledger import read_store, write_evidence
 from services.buffer.steps import Steps
 from services.buffer.transitions import Transitions
 from services.controller.store import RunStore, status_name
-from services.controller.timing import total
+from services.controller.timing import overhead, total
 from services.recipe.load import load_resolved
 from services.runtime import redis
 from services.runtime.errors import HeadraceError, NotFound
@@ -59,7 +60,7 @@ async def build(
         "metrics_last": steps[max(steps)]["metrics"] if steps else {},
         "engine": json.loads(fields.get("engine", "{}")),
         "ledger": proved(audit) if audit is not None else await counted(client, run),
-        "timing": {k: round(v, 3) for k, v in timing.items()},
+        "timing": {k: round(v, 3) for k, v in (timing | overhead(timing)).items()},
         "throughput": throughput(list(steps.values()), timing),
         "incarnation": int(journal.get("incarnation", "0")),
         "created_ns": message.created_ns,

@@ -71,6 +71,36 @@ def _lengths(recipe: Recipe) -> Iterator[BadKeyError]:
             )
 
 
+def _asynchronous(recipe: Recipe) -> Iterator[BadKeyError]:
+    ahead, grpo = recipe.grpo.async_grpo, "grpo.async_grpo"
+    if recipe.kind != "grpo":
+        return
+    if ahead.enabled and not recipe.loss_fn.use_importance_sampling_correction:
+        yield BadKeyError(
+            f"{grpo}.enabled",
+            "trajectories of older weights need a correction",
+            do="Set loss_fn.use_importance_sampling_correction to true.",
+        )
+    if ahead.in_flight_weight_updates and not ahead.enabled:
+        yield BadKeyError(
+            f"{grpo}.in_flight_weight_updates",
+            "nothing is in flight when training is synchronous",
+            do=f"Set {grpo}.enabled to true.",
+        )
+    if ahead.in_flight_weight_updates and recipe.policy.is_vlm:
+        yield BadKeyError(
+            f"{grpo}.in_flight_weight_updates",
+            "a vision tower that trains leaves stale image features in turns in flight",
+            do="Set it to false.",
+        )
+    if recipe.stack.order == "ready_first" and not ahead.enabled:
+        yield BadKeyError(
+            "stack.order",
+            "ready_first takes groups of later steps, and synchronous training opens none",
+            do=f"Set {grpo}.enabled to true, or the order to in_order.",
+        )
+
+
 def _truncated_importance(recipe: Recipe) -> Iterator[BadKeyError]:
     loss = recipe.loss_fn
     kind, high = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
@@ -171,6 +201,6 @@ def _schedule(recipe: Recipe) -> Iterator[BadKeyError]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[BadKeyError]], ...] = (
-    _group_size, _batches, _lengths, _truncated_importance, _clips, _on_policy, _validation, _names,
-    _engines, _schedule,
+    _group_size, _batches, _lengths, _truncated_importance, _asynchronous, _clips, _on_policy, _validation,
+    _names, _engines, _schedule,
 )  # fmt: skip

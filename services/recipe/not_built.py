@@ -26,7 +26,6 @@ class NotBuilt(NamedTuple):
 _OFF: dict[str, tuple[Any, ...]] = {
     "grpo.use_dynamic_sampling": (False,),
     "grpo.batch_multiplier": (1.0,),
-    "grpo.async_grpo.enabled": (False,),
     "grpo.reward_scaling.enabled": (False,),
     "grpo.reward_shaping.enabled": (False,),
     "grpo.max_rollout_turns": (1,),
@@ -90,8 +89,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "stack.transport": ("shm",),
     "stack.on_restore": ("replay",),
     "stack.trainer_processes": (1,),
-    "stack.replicas.buffer": (1,),
-    "stack.replicas.reward": (1,),
 }  # fmt: skip
 
 
@@ -103,8 +100,7 @@ NO_EFFECT = frozenset({
     "grpo.dynamic_sampling_max_gen_batches",
     "grpo.reward_shaping.overlong_buffer_length", "grpo.reward_shaping.overlong_buffer_penalty",
     "grpo.reward_shaping.max_response_length", "grpo.reward_shaping.stop_properly_penalty_coef",
-    "grpo.async_grpo.max_trajectory_age_steps", "grpo.async_grpo.max_generation_failures",
-    "grpo.async_grpo.in_flight_weight_updates", "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+    "grpo.async_grpo.max_generation_failures",
     "policy.generation_batch_size", "policy.automodel_cfg._v2",
     "policy.automodel_cfg.moe_parallelizer.ignore_router_for_ac",
     "policy.automodel_cfg.moe_parallelizer.reshard_after_forward",

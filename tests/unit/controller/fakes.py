@@ -45,11 +45,16 @@ class FakeBuffer(buffer_pb2_grpc.BufferServicer):
     durable_step: int = -1
     restores: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
+    slow: set[str] = field(default_factory=set)
+    seen: dict[str, Any] = field(default_factory=dict)
+    calls: list[tuple[str, int]] = field(default_factory=list)
 
     async def Setup(self, request: buffer_pb2.BufferSetupRequest, context: Context) -> Any:
+        self.seen["max_age"] = request.max_age
         return buffer_pb2.BufferSetupResponse()
 
     async def OpenGroups(self, request: buffer_pb2.OpenGroupsRequest, context: Context) -> Any:
+        self.calls.append((f"open {request.book}", request.fence.step))
         book = self.groups.setdefault(request.book, {})
         for spec in request.groups:
             book.setdefault(spec.group, spec)
@@ -57,6 +62,8 @@ class FakeBuffer(buffer_pb2_grpc.BufferServicer):
 
     async def Lease(self, request: buffer_pb2.LeaseRequest, context: Context) -> Any:
         step = request.fence.step
+        self.calls.append(("lease", step))
+        self.seen["order"] = request.order
         self.epochs.append(request.fence.epoch)
         live = [
             g
@@ -98,8 +105,11 @@ class FakeBuffer(buffer_pb2_grpc.BufferServicer):
 
     async def Progress(self, request: buffer_pb2.ProgressRequest, context: Context) -> Any:
         count = len(self.groups.get(request.book, {}))
+        slow = request.book in self.slow
+        if slow:
+            await asyncio.sleep(0.02)
         return buffer_pb2.ProgressResponse(
-            samples=buffer_pb2.BookCounts(dispatched=count), samples_done=count
+            samples=buffer_pb2.BookCounts(dispatched=count), samples_done=count, samples_claimed=int(slow)
         )
 
     async def CloseBook(self, request: buffer_pb2.CloseBookRequest, context: Context) -> Any:
@@ -167,6 +177,20 @@ class FakeRefit(refit_pb2_grpc.RefitServicer):
 
     published: list[tuple[int, int]] = field(default_factory=list)
     error: HeadraceError | None = None
+    spare: list[str] = field(default_factory=list)
+    leases: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    held: dict[str, int] = field(default_factory=dict)
+
+    async def LeaseEngines(self, request: refit_pb2.LeaseEnginesRequest, context: Context) -> Any:
+        self.leases.append(request.book)
+        number = self.held.setdefault(request.book, self.published[-1][1])
+        version = types_pb2.PolicyVersion(number=number)
+        return refit_pb2.LeaseEnginesResponse(engines=self.spare[: request.engines], version=version)
+
+    async def ReleaseEngines(self, request: refit_pb2.ReleaseEnginesRequest, context: Context) -> Any:
+        self.released.append(request.book)
+        return refit_pb2.ReleaseEnginesResponse()
 
     async def Setup(self, request: refit_pb2.RefitSetupRequest, context: Context) -> Any:
         return refit_pb2.RefitSetupResponse()
@@ -189,6 +213,9 @@ class FakeRefit(refit_pb2_grpc.RefitServicer):
 class FakeRollout(rollout_pb2_grpc.RolloutServicer):
     async def Setup(self, request: rollout_pb2.RolloutSetupRequest, context: Context) -> Any:
         return rollout_pb2.RolloutSetupResponse()
+
+    async def Status(self, request: rollout_pb2.RolloutStatusRequest, context: Context) -> Any:
+        return rollout_pb2.RolloutStatusResponse()
 
 
 class FakeGym(gym_pb2_grpc.GymServicer):

@@ -72,7 +72,6 @@ def test_supervised_batches_need_no_group(recipe: Path) -> None:
     ("override", "key"),
     [
         ("grpo.use_dynamic_sampling=true", "grpo.use_dynamic_sampling"),
-        ("grpo.async_grpo.enabled=true", "grpo.async_grpo.enabled"),
         ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.enabled"),
         ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.enabled"),
         ("policy.automodel_cfg.expert_parallel_size=8", "policy.automodel_cfg.expert_parallel_size"),
