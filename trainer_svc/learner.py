@@ -30,7 +30,7 @@ from trainer_svc.models.load import build_policy, load_network, wire_dtype
 from trainer_svc.models.policy import Policy
 from trainer_svc.objectives import Objective, PolicyObjective, SupervisedObjective
 from trainer_svc.optim import build_optimizer, build_scheduler, learning_rate
-from trainer_svc.rescoring import Rescorer, age_metrics
+from trainer_svc.rescoring import Rescorer, oldest_token
 from trainer_svc.summary import reward_metrics
 from trainer_svc.versions import Version
 
@@ -112,7 +112,7 @@ class Learner:
         with self._phase("rescoring"):
             found = self.rescorer.rescore(rows, current)
             self.rescorer.keep(current)
-        return found | age_metrics(rows, current)
+        return found | oldest_token(rows, current)
 
     @torch.no_grad()
     def _log_probabilities(self, policy: Policy, name: str, rows: StepRows) -> None:

@@ -91,17 +91,7 @@ class Rescorer:
         tokens.columns["older"] |= wanted
 
 
-def age_metrics(rows: StepRows, current: Version) -> dict[str, float]:
-    """How many versions behind ``current`` trained tokens and their samples are."""
-    mask = rows.tokens.columns["mask"]
-    if not bool(mask.any()):
-        return {}
-    ages = (current.number - rows.numbers).double()
-    per_row = torch.zeros(rows.tokens.rows, dtype=torch.float64)
-    counts = per_row.index_add(0, rows.row_of_token, mask.double())
-    sums = per_row.index_add(0, rows.row_of_token, torch.where(mask, ages, 0.0))
-    trained = counts > 0
-    return {
-        "avg_trajectory_age": float((sums[trained] / counts[trained]).mean()),
-        "token_age_max": float(ages[mask].max()),
-    }
+def oldest_token(rows: StepRows, current: Version) -> dict[str, float]:
+    """``token_age_max``: how many versions behind ``current`` the oldest trained token is."""
+    numbers = rows.numbers[rows.tokens.columns["mask"]]
+    return {"token_age_max": float(current.number - numbers.min())} if numbers.numel() else {}

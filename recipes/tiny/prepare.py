@@ -76,10 +76,18 @@ def draw_problems(task: str, seed: int) -> list[Problem]:
     return problems
 
 
-def split(by_task: list[list[Problem]]) -> tuple[list[Problem], list[Problem]]:
-    """(training, held out): each task gives its share of VALIDATION_ROWS held-out questions."""
+def compact(problems: Iterable[Problem]) -> list[Problem]:
+    """The same questions, with no space around the sign."""
+    return [
+        Problem(each.task, each.question.replace(" + ", "+").replace(" - ", "-"), each.answer)
+        for each in problems
+    ]
+
+
+def split(by_task: list[list[Problem]], rows: int) -> tuple[list[Problem], list[Problem]]:
+    """(training, held out): each task gives its share of ``rows`` held-out questions."""
     total = sum(map(len, by_task))
-    shares = [round(len(problems) * VALIDATION_ROWS / total) for problems in by_task]
+    shares = [round(len(problems) * rows / total) for problems in by_task]
     held_out = [problems[:share] for problems, share in zip(by_task, shares, strict=True)]
     training = [problems[share:] for problems, share in zip(by_task, shares, strict=True)]
     return list(chain(*training)), list(chain(*held_out))
@@ -178,12 +186,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demo's model and rows.")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write into")
     parser.add_argument("--seed", type=int, default=0, help="decides model, rows and split")
+    parser.add_argument("--held-out", type=int, default=VALIDATION_ROWS, help="rows to validate on")
+    parser.add_argument("--compact", action="store_true", help="ask each question without spaces too")
     arguments = parser.parse_args()
     out, seed = arguments.out, arguments.seed
     out.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
 
-    training, held_out = split([draw_problems(task, seed) for task in TASKS])
+    by_task = [draw_problems(task, seed) for task in TASKS]
+    if arguments.compact:
+        # In the same order: neither form of a held-out question is trained on.
+        by_task += [compact(problems) for problems in by_task]
+    training, held_out = split(by_task, arguments.held_out)
     random.Random(f"{seed}:order").shuffle(training)
     save_base(out / "base", train_tokenizer(training), seed)
     write_rows(out / "sft.jsonl", worked_examples(training, seed))
