@@ -102,9 +102,9 @@ class RoutedEngine:
                 raise
             raise NotReady("The engine has left", where=self.id, reason="ENGINE_GONE") from None
 
-    async def close(self, seconds: float = LEAVE_SECONDS) -> None:
+    async def close(self, seconds: float | None = None) -> None:
         """Close the channels once nothing is in flight, at the latest after ``seconds``."""
-        await self.drained(seconds)
+        await self.drained(LEAVE_SECONDS if seconds is None else seconds)
         self._closed = True
         for channel in self._channels:
             await channel.close(None)

@@ -77,6 +77,9 @@ class World:
     async def beat(self, engine: FakeEngine) -> None:
         await self.stub.RegisterEngine(refit_pb2.RegisterEngineRequest(info=engine.info()), timeout=5)
 
+    async def leave(self, engine: str) -> None:
+        await self.stub.DeregisterEngine(refit_pb2.DeregisterEngineRequest(engine=engine), timeout=5)
+
     async def _beat_for_ever(self, engine: FakeEngine) -> None:
         while True:
             await asyncio.sleep(0.1)
@@ -85,11 +88,14 @@ class World:
             except Exception:  # noqa: BLE001 (the bridge may be down in a test; the next beat tells)
                 continue
 
-    async def setup(self, epoch: int = 1, min_engines: int = 1, tolerance: float = 1e-3) -> None:
+    async def setup(
+        self, epoch: int = 1, min_engines: int = 1, tolerance: float = 1e-3, **more: bool
+    ) -> None:
         await self.stub.Setup(
             refit_pb2.RefitSetupRequest(
                 run=self.run, transport="shm", min_engines=min_engines, probe_sequences=SEQUENCES,
                 probe_tolerance=tolerance, probe_temperature=1.0, fence=types_pb2.Fence(epoch=epoch),
+                **more,
             ),
             timeout=10,
         )  # fmt: skip

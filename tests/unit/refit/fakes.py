@@ -8,7 +8,7 @@ import numpy as np
 
 from protos.headrace.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 from refit_bridge.plan import TensorSpec, plan_hash
-from services.runtime.errors import Corrupt, Fenced, Refused
+from services.runtime.errors import Corrupt, Fenced, Refused, Unsupported
 from services.runtime.service import ServiceApp
 
 SPECS = [TensorSpec("a.weight", "float32", (2, 3)), TensorSpec("b.weight", "bfloat16", (4,))]
@@ -127,7 +127,11 @@ class FakeEngine(ServiceApp, rollout_pb2_grpc.EngineServicer):
         )  # fmt: skip
 
     async def Pause(self, request, context):
-        self._say("pause")
+        mode = rollout_pb2.PauseMode.Name(request.mode).removeprefix("PAUSE_MODE_").lower()
+        caches = " and clear" if request.clear_cache and mode != "wait" else ""
+        self._say("pause" if mode == "wait" else f"pause {mode}{caches}")
+        if self.fault == "pause" and mode != "abort":
+            raise Unsupported("no pause here")
         self.paused = True
         return rollout_pb2.PauseEngineResponse()
 

@@ -9,7 +9,9 @@ import time
 import pytest
 
 from protos.headrace.v1 import refit_pb2, refit_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2
+from rollout_svc.router import engine as engine_module
 from rollout_svc.router.app import Router
+from rollout_svc.router.busy import BusyClock
 from rollout_svc.settings import RouterSettings
 from services.runtime import rpc
 from services.runtime.errors import Fenced, InvalidInput, NotReady
@@ -71,6 +73,7 @@ class FakeBridge(ServiceApp, refit_pb2_grpc.RefitServicer):
     def __init__(self):
         self.engines = []
         self.states = {}
+        self.books = {}
         self.changed = asyncio.Condition()
         self.ended = False
 
@@ -89,7 +92,11 @@ class FakeBridge(ServiceApp, refit_pb2_grpc.RefitServicer):
     async def WatchRoster(self, request, context):
         while not self.ended:
             entries = [
-                refit_pb2.RosterEntry(info=e.info(), state=self.states.get(e.engine, SERVING))
+                refit_pb2.RosterEntry(
+                    info=e.info(),
+                    state=self.states.get(e.engine, SERVING),
+                    book=self.books.get(e.engine, ""),
+                )
                 for e in self.engines
             ]
             yield refit_pb2.Roster(engines=entries)
@@ -163,9 +170,9 @@ async def rig(tmp_path):
         yield make
 
 
-def turn(group=0, sample=0, run=RUN):
+def turn(group=0, sample=0, run=RUN, book="train"):
     return rollout_pb2.TurnRequest(
-        key=types_pb2.SampleKey(run=run, book="train", group=group, sample=sample), run_seed=1
+        key=types_pb2.SampleKey(run=run, book=book, group=group, sample=sample), run_seed=1
     )
 
 
@@ -303,3 +310,85 @@ async def test_status_counts(rig):
     status = await made.router.Status(rollout_pb2.RolloutStatusRequest())
     assert (status.run, status.turns, status.sampled_tokens, status.in_flight) == (RUN, 3, 6, 0)
     assert list(status.engines) == ["a"]
+
+
+async def test_turns_of_a_book_go_to_the_engines_set_aside_for_it_and_no_others(rig):
+    made = await rig("a", "b", "c")
+    book = "validation/3"
+    assert "c" not in {(await made.router.Turn(turn(g, book=book))).engine for g in range(6)}
+    made.bridge.books["c"] = book
+    await made.bridge.notify()
+    await made.until(lambda: made.app._fleet.engines["c"].entry.book == book)
+    # Samples that had another engine before move, too.
+    assert {(await made.router.Turn(turn(g, book=book))).engine for g in range(6)} == {"c"}
+    assert "c" not in {(await made.router.Turn(turn(g))).engine for g in range(6)}
+    assert "c" not in {(await made.router.Turn(turn(g, book="validation/4"))).engine for g in range(6)}
+    made.bridge.engines[2].hold.clear()
+    flying = asyncio.create_task(made.router.Turn(turn(99, book=book)))
+    await made.until(lambda: made.app._fleet.engines["c"].in_flight == 1)
+    made.bridge.states["c"] = refit_pb2.ENGINE_STATE_LOST
+    await made.bridge.notify()
+    await made.until(lambda: made.app._fleet.engines["c"].entry.state == refit_pb2.ENGINE_STATE_LOST)
+    assert (await made.router.Turn(turn(98, book=book))).engine in ("a", "b")
+    made.bridge.engines[2].hold.set()
+    await flying
+
+
+async def test_a_gate_that_does_not_wait_says_how_many_turns_are_in_flight(rig):
+    made = await rig("a")
+    (engine,) = made.bridge.engines
+    engine.hold.clear()
+    flying = [asyncio.create_task(made.router.Turn(turn(g))) for g in range(3)]
+    await made.until(lambda: engine.turns == 3)
+    gate = rollout_pb2.GateRequest(run=RUN, engines=["a"])
+    started = time.monotonic()
+    assert (await made.router.Pause(gate)).in_flight == 3
+    assert time.monotonic() - started < 0.5
+    late = asyncio.create_task(made.router.Turn(turn(9)))
+    await made.until(lambda: made.app._fleet.waiting == 1)
+    engine.hold.set()
+    await asyncio.gather(*flying)
+    assert engine.turns == 3
+    await made.router.Resume(gate)
+    await late
+
+
+async def test_an_engine_that_leaves_finishes_its_turns_and_late_ones_move(rig, monkeypatch):
+    monkeypatch.setattr(engine_module, "LEAVE_SECONDS", 0.5)
+    made = await rig("a", "b")
+    first, second = made.bridge.engines
+    first.hold.clear()
+    flying = [asyncio.create_task(made.router.Turn(turn(g))) for g in range(4)]
+    await made.until(lambda: first.turns == 2)
+    made.bridge.engines.remove(first)
+    await made.bridge.notify()
+    await made.until(lambda: "a" not in made.app._fleet.engines)
+    assert {(await made.router.Turn(turn(g))).engine for g in range(10, 14)} == {"b"}
+    first.hold.set()
+    assert sorted(answer.engine for answer in await asyncio.gather(*flying)) == ["a", "a", "b", "b"]
+
+    second.hold.clear()
+    late = asyncio.create_task(made.router.Turn(turn(20)))
+    await made.until(lambda: second.turns == 7)
+    made.bridge.engines.remove(second)
+    third = await made.add("c")
+    await made.until(lambda: third.run == RUN)
+    await made.bridge.notify()
+    assert (await late).engine == "c"
+    second.hold.set()
+
+
+def test_busy_seconds_are_the_union_of_the_turns():
+    now = [0.0]
+    busy = BusyClock(lambda: now[0])
+    with busy.turn():
+        now[0] = 1.0
+        with busy.turn():
+            now[0] = 3.0
+        assert busy.seconds == 3.0
+    now[0] = 10.0
+    assert busy.seconds == 3.0
+    with busy.turn():
+        busy.restart()
+        now[0] = 12.0
+        assert busy.seconds == 2.0
