@@ -53,8 +53,8 @@ chaos: install ## Runs in which processes are killed
 test: lint types imports protos-check ## Everything: style, types, import rules and all tests that need no GPU
 	@$(PYTEST) tests/unit tests/contract tests/e2e
 
-demo: ## Train a small model through every service and show what it learned
-	@SEED=$(SEED) scripts/demo.sh
+demo: ## Train a small model through every service and show what it learned (ASYNC=1: one step ahead)
+	@SEED=$(SEED) ASYNC=$(ASYNC) scripts/demo.sh
 
 clean: ## Remove what was built (not .venv)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

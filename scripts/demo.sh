@@ -4,9 +4,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 SEED="${SEED:-0}"
+RECIPE="recipes/tiny/arithmetic${ASYNC:+-async}.yaml"
 
 scripts/install.sh
 .venv/bin/python recipes/tiny/prepare.py --out build/tiny --seed "$SEED"
 .venv/bin/headrace run recipes/tiny/arithmetic-warmup.yaml "sft.seed=$SEED"
-.venv/bin/headrace run recipes/tiny/arithmetic.yaml "grpo.seed=$SEED"
+.venv/bin/headrace run "$RECIPE" "grpo.seed=$SEED"
 .venv/bin/python scripts/demo_report.py

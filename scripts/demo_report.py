@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 HEADRACE = Path(sys.executable).with_name("headrace")
-PHASES = ("starting", "generation", "training", "refit", "validation", "checkpoint", "idle")
+PHASES = ("starting", "generation", "environment", "training", "refit", "validation", "checkpoint", "idle")
 
 
 def ask(*argv: str) -> dict[str, Any]:
@@ -49,8 +49,19 @@ def learned(run: dict[str, Any]) -> Table:
             ("held-out rows", f"{final['rows']}"),
             ("token_mult_prob_error (mean; 1 is perfect)", f"{metrics['token_mult_prob_error']:.6f}"),
             ("gen_kl_error (mean; 0 is perfect)", f"{metrics['gen_kl_error']:.2e}"),
+            *ahead(metrics),
         ],
     )
+
+
+def ahead(metrics: dict[str, float]) -> list[tuple[str, str]]:
+    """What only an asynchronous run has."""
+    if "token_age_max" not in metrics:
+        return []
+    return [
+        ("token_mult_prob_error_raw (with the policy's lag)", f"{metrics['token_mult_prob_error_raw']:.6f}"),
+        ("oldest trained token, in versions", f"{metrics['token_age_max']:.0f}"),
+    ]
 
 
 def books(run: dict[str, Any], audit: dict[str, Any]) -> Table:
