@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,29 +21,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_svc.engine.arguments import PROBE_SLOTS
-from rollout_svc.engine.pieces import LabelSpan
+from rollout_svc.engine.core_types import ABORTED, LabelSpan, PauseMode, Sampled
 from rollout_svc.turns.sampling import Sampling
 from services.runtime.errors import Internal, InvalidInput, NotReady, Unsupported
 
-PauseMode = Literal["wait", "keep", "abort"]
-ABORTED = "abort"
 SCORE_ELEMENTS = 32_000_000
 """Largest sequence × vocabulary that a Score at another temperature than 1 may take (256 MB of floats)."""
-
-
-class Sampled(NamedTuple):
-    """One generation; ``stop_string`` is empty unless a stop string ended it.
-
-    ``finish`` is ``ABORTED`` when the engine gave it up: what was sampled until then is whole. ``labels``
-    tile the ids; None when this vLLM does not say which weights sampled a token.
-    """
-
-    ids: list[int]
-    logprobs: list[float]
-    finish: str
-    stop_string: str
-    cached_tokens: int
-    labels: list[LabelSpan] | None
 
 
 class EngineCore:

@@ -7,22 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from protos.headrace.v1 import types_pb2
+from rollout_svc.engine.core_types import LabelSpan, Sampled
 from rollout_svc.turns.ids import IDS
-
-if TYPE_CHECKING:
-    from rollout_svc.engine.core import Sampled
-
-
-class LabelSpan(NamedTuple):
-    """``length`` tokens in a row, sampled while the weights had this label."""
-
-    label: str
-    length: int
 
 
 @dataclass(slots=True)

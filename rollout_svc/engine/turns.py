@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from protos.headrace.v1 import rollout_pb2, types_pb2
-from rollout_svc.engine.pieces import LabelSpan, Pieces, in_order, version_bytes
+from rollout_svc.engine.core_types import LabelSpan, Sampled
+from rollout_svc.engine.pieces import Pieces, in_order, version_bytes
 from rollout_svc.engine.rendering import Rendering
 from rollout_svc.engine.versions import Versions
 from rollout_svc.turns.ids import ids_bytes, ids_from, logprobs_bytes
@@ -26,7 +27,7 @@ from services.runtime import tracing
 from services.runtime.errors import Internal, InvalidInput, NotReady
 
 if TYPE_CHECKING:
-    from rollout_svc.engine.core import EngineCore, Sampled
+    from rollout_svc.engine.core import EngineCore
 
 _FINISH = {"stop": types_pb2.FINISH_REASON_STOP, "length": types_pb2.FINISH_REASON_LENGTH}
 

@@ -18,12 +18,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from protos.headrace.v1 import rollout_pb2, types_pb2
+from rollout_svc.engine.core_types import PauseMode
 from rollout_svc.engine.versions import Phase, Versions
 from services.runtime.errors import Corrupt, HeadraceError, InvalidInput, NotReady, Unsupported
 from services.runtime.logs import get_logger
 
 if TYPE_CHECKING:
-    from rollout_svc.engine.core import EngineCore, PauseMode
+    from rollout_svc.engine.core import EngineCore
 
 _MODES: dict[int, PauseMode] = {
     rollout_pb2.PAUSE_MODE_WAIT: "wait",
