@@ -16,6 +16,8 @@ class Service(NamedTuple):
     port: int
     peers: tuple[str, ...] = ()
     redis: bool = False
+    embedded: bool = True
+    """Whether `headrace run` starts it."""
 
     @property
     def prefix(self) -> str:
@@ -36,6 +38,10 @@ SERVICES: dict[str, Service] = {
         Service(
             "controller", "services.controller.service", 7000,
             ("buffer", "gym", "reward", "rollout", "trainer", "refit"), redis=True,
+        ),
+        Service(
+            "gateway", "services.gateway.service", 7080,
+            ("controller", "buffer", "gym", "reward", "rollout", "trainer", "refit"), embedded=False,
         ),
     )
 }  # fmt: skip

@@ -27,11 +27,15 @@ _ARITHMETIC: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
+_SECRETS = ("HEADRACE_TOKEN", "HEADRACE_TOKEN_FILE")
+
+
 class _Resolver:
     """Resolves the expressions of one tree."""
 
-    def __init__(self, tree: Mapping) -> None:
+    def __init__(self, tree: Mapping, environment: bool) -> None:
         self._tree = tree
+        self._may_read_environment = environment
         self._open: list[str] = []
 
     def value(self, value: Any, path: list[str], origin: str) -> Any:
@@ -55,6 +59,12 @@ class _Resolver:
     def _expression(self, inner: str, path: list[str], origin: str) -> Any:
         name, colon, rest = inner.partition(":")
         if colon and name in ("env", "oc.env"):
+            if not self._may_read_environment:
+                raise RecipeError(
+                    "A submitted recipe cannot read the environment of who receives it",
+                    where=origin,
+                    do="Write the value.",
+                )
             return _environment(rest, origin)
         if colon and name in _ARITHMETIC:
             return _calculate(name, rest, origin)
@@ -85,9 +95,12 @@ class _Resolver:
             raise RecipeError(f"${{{name}}} names no key", where=origin) from None
 
 
-def resolve(tree: Mapping) -> Mapping:
-    """``tree`` with every expression replaced; origins stay."""
-    resolver = _Resolver(tree)
+def resolve(tree: Mapping, *, environment: bool = True) -> Mapping:
+    """``tree`` with every expression replaced; origins stay.
+
+    Without ``environment``, as for a recipe that somebody else sent, ``${env:...}`` is refused.
+    """
+    resolver = _Resolver(tree, environment)
 
     def walk(part: Mapping, path: list[str]) -> Mapping:
         done = Mapping(part.origin)
@@ -120,6 +133,8 @@ def _absolute(name: str, path: list[str]) -> list[str]:
 
 def _environment(rest: str, origin: str) -> Any:
     name, comma, default = rest.partition(",")
+    if name.strip() in _SECRETS:
+        raise RecipeError(f"{name.strip()} has no place in a recipe: recipes are kept", where=origin)
     found = os.environ.get(name.strip())
     if found is None and not comma:
         raise RecipeError(

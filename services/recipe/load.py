@@ -80,6 +80,23 @@ def from_dict(values: dict[str, Any], source: str = "recipe", overrides: Sequenc
     return _finish(_overridden(rename_aliases(_from_plain(values, source)), overrides), source)
 
 
+def from_foreign(
+    given: str | dict[str, Any], source: str = "recipe", overrides: Sequence[str] = ()
+) -> LoadedRecipe:
+    """A recipe that somebody else sent, as YAML text or nested dictionaries; raises :class:`RecipeError`.
+
+    It reads nothing of this machine: neither ``defaults`` files nor the environment.
+    """
+    tree = parse_text(given, source) if isinstance(given, str) else _from_plain(given, source)
+    if (found := tree.get("defaults")) is not None:
+        raise RecipeError(
+            "A submitted recipe stands alone: defaults are files of who wrote it",
+            where=found.origin,
+            do="Send the whole recipe, or use `headrace submit`.",
+        )
+    return _finish(_overridden(rename_aliases(tree), overrides), source, environment=False)
+
+
 def to_json(recipe: Recipe) -> str:
     """``recipe`` as JSON, every key written out."""
     return recipe.model_dump_json()
@@ -159,8 +176,8 @@ def _overridden(tree: Mapping, overrides: Sequence[str]) -> Mapping:
     return tree
 
 
-def _finish(tree: Mapping, source: str) -> LoadedRecipe:
-    return _validated(resolve(tree), source)
+def _finish(tree: Mapping, source: str, *, environment: bool = True) -> LoadedRecipe:
+    return _validated(resolve(tree, environment=environment), source)
 
 
 def _validated(tree: Mapping, source: str) -> LoadedRecipe:

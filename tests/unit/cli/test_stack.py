@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.preflight import processes, reserve_ports
+from services.cli.preflight import reserve_ports
 from services.cli.roster import SERVICES
 from services.cli.serve import default_environment
-from services.cli.stack import Stack
+from services.cli.stack import Layout, Stack
 from services.recipe import load
 from services.runtime.errors import InvalidInput
 from services.runtime.home import Home
@@ -25,6 +25,7 @@ SETTINGS = {
     "engine": "rollout_svc.engine.settings:EngineSettings",
     "refit": "refit_bridge.settings:RefitSettings",
     "trainer": "trainer_svc.settings:TrainerSettings",
+    "gateway": "services.gateway.settings:GatewaySettings",
 }
 
 
@@ -41,17 +42,17 @@ def settings_of(service: str, env: dict[str, str], monkeypatch: pytest.MonkeyPat
 def stack_of(recipe: Path, home: Path, *overrides: str) -> Stack:
     found = load(recipe, overrides).recipe
     place = Home(home)
-    return Stack(found, place, place.run("r1"), reserve_ports(found), lambda _: None)
+    return Stack(Layout.of_run(found, place.run("r1")), place, reserve_ports(found))
 
 
-@pytest.mark.parametrize("service", sorted(SERVICES))
+@pytest.mark.parametrize("service", sorted(name for name in SERVICES if SERVICES[name].embedded))
 def test_each_service_understands_its_environment(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: str
 ) -> None:
     stack = stack_of(
         recipe, tmp_path / "home", "stack.redis_url=redis://localhost:1/0", "stack.threads={trainer: 2}"
     )
-    process = next(found for found in processes(stack._recipe) if found.service == service)
+    process = next(found for found in stack.layout.members if found.service == service)
     settings = settings_of(service, stack._environment(process), monkeypatch)
     assert settings.listen == stack._ports[process.name].address
     assert settings.port_handed_over
@@ -75,7 +76,7 @@ def test_services_started_by_hand_find_each_other(service: str, monkeypatch: pyt
 def test_supervised_runs_render_and_replicas_are_numbered(recipe: Path, tmp_path: Path) -> None:
     overrides = ("kind=sft", "sft.num_prompts_per_step=32", "stack.engines=2", "stack.replicas.gym=2")
     stack = stack_of(recipe, tmp_path / "home", *overrides)
-    names = {process.name: process for process in processes(stack._recipe)}
+    names = {process.name: process for process in stack.layout.members}
     assert {"engine-0", "engine-1", "gym-0", "gym-1", "trainer"} <= set(names)
     assert stack._environment(names["engine-1"])["HEADRACE_ENGINE_BACKEND"] == "render"
     gyms = stack._environment(names["controller"])["HEADRACE_CONTROLLER_GYM"]
