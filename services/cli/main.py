@@ -22,13 +22,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-runs_app = typer.Typer(help="Look at runs, finished ones and live ones.", no_args_is_help=True)
+runs_app = typer.Typer(
+    help="Look at runs, finished ones and live ones; pause, resume and cancel them.", no_args_is_help=True
+)
 app.add_typer(runs_app, name="runs")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML).")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")]
-Address = Annotated[str, typer.Option(help="Controller, HOST:PORT.", envvar="HEADRACE_ADDRESS")]
+Address = Annotated[
+    str | None,
+    typer.Option(help="Controller, HOST:PORT; default: that of the stack.", envvar="HEADRACE_ADDRESS"),
+]
+StackName = Annotated[
+    str | None, typer.Option("--stack", metavar="NAME", help="A stack of `headrace up`; default: `default`.")
+]
+Name = Annotated[str, typer.Option("--name", help="Name of the stack.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run id, or `last`.")]
 _SERVICE_HELP = f"One of {', '.join(sorted(SERVICES))}."
 
@@ -68,27 +77,88 @@ def run(
 def submit(
     recipe: RecipePath,
     overrides: Overrides = None,
-    address: Address = "127.0.0.1:7000",
+    address: Address = None,
+    stack: StackName = None,
     as_json: Json = False,
 ) -> None:
     """Submit RECIPE to a stack that already runs."""
     from services.cli.remote import submit_command
+    from services.cli.stacks import controller_address
 
-    submit_command(recipe, overrides or [], address, as_json=as_json)
+    submit_command(recipe, overrides or [], controller_address(address, stack), as_json=as_json)
 
 
 @app.command()
-def watch(
-    run_id: RunName,
-    address: Annotated[
-        str | None, typer.Option(help="Controller; default: the run's own stack.", envvar="HEADRACE_ADDRESS")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+def watch(run_id: RunName, address: Address = None, as_json: Json = False) -> None:
     """Follow a run until it ends."""
     from services.cli.remote import watch_command
 
     raise typer.Exit(watch_command(run_id, address, as_json=as_json))
+
+
+@app.command()
+def up(
+    name: Name = "default",
+    recipe: Annotated[Path | None, typer.Option(help="Take the section `stack` of this recipe.")] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="Engines.")] = None,
+    gym: Annotated[int | None, typer.Option(min=1, help="Gym workers.")] = None,
+    reward: Annotated[int | None, typer.Option(min=1, help="Reward replicas.")] = None,
+    buffer: Annotated[int | None, typer.Option(min=1, help="Buffer replicas.")] = None,
+    ports: Annotated[str, typer.Option(help="`default` ones, or `free` ones.")] = "default",
+    as_json: Json = False,
+) -> None:
+    """Start a stack in the background and wait until it is ready; with --gym or --engines, scale one."""
+    from services.cli.up import Wanted, up_command
+
+    if ports not in ("default", "free"):
+        raise typer.BadParameter("must be default or free", param_hint="--ports")
+    counts = {"engine": engines, "gym": gym, "reward": reward, "buffer": buffer}
+    given = {service: count for service, count in counts.items() if count is not None}
+    raise typer.Exit(up_command(Wanted(name, recipe, ports, given), as_json=as_json))
+
+
+@app.command()
+def down(
+    name: Name = "default",
+    kill: Annotated[bool, typer.Option("--kill", help="At once, not in order.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Stop a stack of `headrace up`; its runs can be resumed."""
+    from services.cli.up import down_command
+
+    raise typer.Exit(down_command(name, kill=kill, as_json=as_json))
+
+
+@app.command()
+def ps(as_json: Json = False) -> None:
+    """Show the processes of every stack and live run of this home."""
+    from services.cli.ps import ps_command
+
+    raise typer.Exit(ps_command(as_json=as_json))
+
+
+@app.command()
+def health(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or http://HOST:PORT/PATH.")],
+    service: Annotated[str, typer.Option(help="Full gRPC name; empty: is the process alive.")] = "",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 5.0,
+) -> None:
+    """Ask one service for its health; status 1 unless it serves."""
+    from services.cli.health import health_command
+
+    raise typer.Exit(health_command(address, service, timeout))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Nothing: list them.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a claim against its baseline; status 1 when a promise is not kept. More options are NAME's."""
+    from services.cli.bench import bench_command
+
+    raise typer.Exit(bench_command(name, context.args, as_json=as_json))
 
 
 @app.command()
@@ -139,6 +209,30 @@ def runs_audit(run_id: RunName = "last", as_json: Json = False) -> None:
     from services.cli.runs import audit_command
 
     raise typer.Exit(audit_command(run_id, as_json=as_json))
+
+
+@runs_app.command("pause")
+def runs_pause(run_id: RunName = "last", address: Address = None, as_json: Json = False) -> None:
+    """Stop dispatch now and the run before its next step; it keeps its place and its services."""
+    from services.cli.remote import act_command
+
+    act_command("pause", run_id, address, as_json=as_json)
+
+
+@runs_app.command("resume")
+def runs_resume(run_id: RunName = "last", address: Address = None, as_json: Json = False) -> None:
+    """Go on with a paused run."""
+    from services.cli.remote import act_command
+
+    act_command("resume", run_id, address, as_json=as_json)
+
+
+@runs_app.command("cancel")
+def runs_cancel(run_id: RunName = "last", address: Address = None, as_json: Json = False) -> None:
+    """End a run for good; its open groups are dropped and counted."""
+    from services.cli.remote import act_command
+
+    act_command("cancel", run_id, address, as_json=as_json)
 
 
 def guarded(action: Callable[[], object]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from services.recipe.data_check import check_data
 from services.recipe.errors import BadKeyError
 from services.recipe.files import check_files
 from services.recipe.not_built import refuse_not_built
+from services.recipe.stack import Stack as StackSection
 from services.runtime.errors import InvalidInput, NotReady
 from services.runtime.home import default_home
 from services.runtime.ports import ReservedPort
@@ -36,11 +37,18 @@ class Process:
 
 def processes(recipe: Recipe) -> list[Process]:
     """The processes that ``recipe`` needs, in the order of the start."""
-    counts = {"engine": recipe.stack.engines, **recipe.stack.replicas.model_dump()}
+    return members(recipe.stack, [name for name, known in SERVICES.items() if known.embedded])
+
+
+def members(stack: StackSection, services: Iterable[str], numbered: Collection[str] = ()) -> list[Process]:
+    """One process for each of ``services``, or as many as ``stack`` says; those are numbered, and so are
+    those of ``numbered`` however few there are."""
+    counts = {"engine": stack.engines, **stack.replicas.model_dump()}
     found = []
-    for service in SERVICES:
+    for service in services:
         count = counts.get(service, 1)
-        names = [service] if count == 1 else [f"{service}-{i}" for i in range(count)]
+        plain = count == 1 and service not in numbered
+        names = [service] if plain else [f"{service}-{i}" for i in range(count)]
         found += [Process(name, service) for name in names]
     return found
 
@@ -53,21 +61,26 @@ def check_recipe(loaded: LoadedRecipe) -> dict[str, int]:
 
 
 def check_machine(recipe: Recipe) -> None:
-    """The programs that the stack needs."""
+    """The programs that the stack needs, and its devices."""
+    check_programs(recipe.stack.redis_url)
+    if recipe.cluster.gpus_per_node and not list(Path("/dev").glob("nvidia[0-9]*")):
+        raise InvalidInput(
+            "This machine has no GPU", where="cluster.gpus_per_node", do="Set it to 0 to run on the CPU."
+        )
+
+
+def check_programs(redis_url: str | None) -> None:
+    """The heavy packages, and a Redis."""
     for package in ("torch", "transformers", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise InvalidInput(
                 f"{package} is not installed",
                 do="Install headrace with the extra cpu or gpu; see `headrace doctor`.",
             )
-    if recipe.cluster.gpus_per_node and not list(Path("/dev").glob("nvidia[0-9]*")):
-        raise InvalidInput(
-            "This machine has no GPU", where="cluster.gpus_per_node", do="Set it to 0 to run on the CPU."
-        )
-    if recipe.stack.redis_url is None:
+    if redis_url is None:
         find_server()
     else:
-        _check_redis(recipe.stack.redis_url)
+        _check_redis(redis_url)
 
 
 def _check_redis(url: str) -> None:

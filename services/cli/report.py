@@ -69,7 +69,10 @@ def _time(timing: dict[str, float], throughput: dict[str, float]) -> Iterator[tu
     if "overhead" in timing:
         yield (
             "overhead",
-            f"{timing['overhead']:.1f} s ({timing['overhead_share']:.1%}): starting, checkpoint, idle",
+            (
+                f"{timing['overhead']:.1f} s ({timing['overhead_share']:.1%}): neither generation, training, refit, "
+                "validation nor environment"
+            ),
         )
     if "tokens_per_s" in throughput:
         yield "tokens/s", f"{throughput['tokens_per_s']:.0f}"

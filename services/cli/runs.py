@@ -12,11 +12,13 @@ from services.buffer.audit import audit_file, audit_store
 from services.cli.failures import FAILED
 from services.cli.output import console, print_json, say
 from services.cli.report import print_summary
+from services.cli.stacks import is_held
 from services.controller import summary
+from services.controller.store import RunStore
 from services.recipe.load import load_resolved
 from services.runtime import redis
+from services.runtime.errors import NotFound
 from services.runtime.home import Home, RunPaths, default_home, resolve_run
-from services.runtime.locks import FileLock
 from services.runtime.redis_errors import translated
 
 
@@ -24,6 +26,8 @@ def list_command(limit: int, *, as_json: bool) -> None:
     """The newest runs of this home."""
     home = Home(default_home())
     found = [_listed(home, home.run(run)) for run in reversed(home.run_ids()[-limit:])]
+    if open_runs := [run for run in found if run["status"] is None]:
+        asyncio.run(_ask_store(home, open_runs))
     if as_json:
         print_json(found)
         return
@@ -121,7 +125,8 @@ def _print_audit(audit: runs_pb2.AuditResponse) -> None:
 
 
 def _listed(home: Home, paths: RunPaths) -> dict[str, Any]:
-    """A line of the list; cheap: from the summary on disk, else from the recipe."""
+    """A line of the list: from the summary on disk, else from the recipe; the status of one that has not
+    ended is the store's to say."""
     found: dict[str, Any] = {"run_id": paths.run_id, "accuracy": None, "steps": None}
     if summary.summary_path(paths).is_file():
         full = summary.load(home, paths.run_id)
@@ -129,15 +134,30 @@ def _listed(home: Home, paths: RunPaths) -> dict[str, Any]:
         found["accuracy"] = final.get("accuracy")
         return {**found, **{key: full[key] for key in ("kind", "status", "steps", "max_steps")}}
     recipe = load_resolved(paths.recipe).recipe
-    running = _is_running(paths)
-    status = "running" if running else "interrupted"
-    return {**found, "kind": recipe.kind, "status": status, "max_steps": recipe.max_steps}
+    return {**found, "kind": recipe.kind, "status": None, "max_steps": recipe.max_steps}
 
 
-def _is_running(paths: RunPaths) -> bool:
-    """Whether a ``headrace run`` holds the run."""
-    file = paths.root / "run.lock"
-    if not file.exists():
-        return False
-    with FileLock(file) as lock:
-        return not lock.try_lock()
+async def _ask_store(home: Home, runs: list[dict[str, Any]]) -> None:
+    """Fill in status and steps of ``runs``, which have not ended."""
+    by_url: dict[str | None, list[dict[str, Any]]] = {}
+    for run in runs:
+        url = load_resolved(home.run(run["run_id"]).recipe).recipe.stack.redis_url
+        by_url.setdefault(url, []).append(run)
+    for url, asked in by_url.items():
+        with redis.acquire(home.root, url) as handle:
+            client = redis.connect(handle.url)
+            try:
+                with translated(handle.url):
+                    for run in asked:
+                        run.update(await _stored(RunStore(client), home, run["run_id"]))
+            finally:
+                await client.aclose()
+
+
+async def _stored(store: RunStore, home: Home, run: str) -> dict[str, Any]:
+    """Status and steps; a run that its controller never heard of is starting, or was interrupted."""
+    try:
+        message = await store.get(run)
+    except NotFound:
+        return {"status": "starting" if is_held(home.run(run).root / "run.lock") else "interrupted"}
+    return {"status": await summary.status_view(store, message), "steps": message.completed_steps}

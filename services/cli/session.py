@@ -16,7 +16,7 @@ from services.cli.follow import follow, follower
 from services.cli.job import Job
 from services.cli.output import say
 from services.cli.report import print_summary
-from services.cli.stack import Stack
+from services.cli.stack import Layout, Stack
 from services.client import AsyncClient
 from services.controller.servicer import new_run_id as new_run
 from services.runtime.errors import HeadraceError, InvalidInput
@@ -38,7 +38,8 @@ class _Session:
         self._job = job
         self._as_json = as_json
         self._follower = follower(job.paths.run_id)
-        self._stack = Stack(job.loaded.recipe, job.home, job.paths, job.ports, self._follower.on_process)
+        layout = Layout.of_run(job.loaded.recipe, job.paths)
+        self._stack = Stack(layout, job.home, job.ports, self._follower.on_process)
         self._interrupted = asyncio.Event()
         self._summary: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""The embedded stack: every service as a child process of this one.
+"""A stack: every service as a child process of this one, for one run or for many.
 
 Invariants
 - Everything is started at once: the engine and the trainer need seconds to import, the others must not wait.
@@ -12,12 +12,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
+from services.cli.board import Board, Row
 from services.cli.preflight import Process, processes
 from services.cli.roster import SERVICES, Service
 from services.recipe import Recipe
+from services.recipe.stack import Stack as StackSection
 from services.runtime.errors import NotReady
 from services.runtime.home import Home, RunPaths
 from services.runtime.ports import ReservedPort
@@ -30,24 +34,44 @@ POLL_S = 0.05
 STOP_STAGES = {"controller": 0, "gym": 1}
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a stack consists of: ``name`` is the one that its controller takes up runs under, ``root`` holds
+    logs and ready files, ``render`` says that engines hold no model."""
+
+    name: str
+    root: Path
+    settings: StackSection
+    members: Sequence[Process]
+    render: bool = False
+
+    @classmethod
+    def of_run(cls, recipe: Recipe, paths: RunPaths) -> Self:
+        """The stack of one ``headrace run``."""
+        return cls(paths.run_id, paths.root, recipe.stack, processes(recipe), recipe.kind == "sft")
+
+
 class Stack:
-    """The processes of one run; use it on the main thread's event loop."""
+    """The processes of one layout; use it on the main thread's event loop. ``ports`` are held by name."""
 
     def __init__(
         self,
-        recipe: Recipe,
+        layout: Layout,
         home: Home,
-        paths: RunPaths,
         ports: Mapping[str, ReservedPort],
-        on_event: Callable[[ProcessEvent], None],
+        on_event: Callable[[ProcessEvent], None] = lambda _: None,
     ) -> None:
-        self._recipe = recipe
+        self.layout = layout
         self._home = home
-        self._paths = paths
-        self._ports = ports
+        self._ports = dict(ports)
+        self._members = {process.name: process for process in layout.members}
         self._redis: RedisHandle | None = None
+        self._on_event = on_event
+        self.board = Board(layout.root / "board.json", layout.name, self._rows)
         self._supervisor = Supervisor(
-            on_event, max_restarts=recipe.stack.max_restarts, window_seconds=recipe.stack.restart_window_s
+            self._moved,
+            max_restarts=layout.settings.max_restarts,
+            window_seconds=layout.settings.restart_window_s,
         )
 
     @property
@@ -59,16 +83,65 @@ class Stack:
         """All processes."""
         return self._supervisor.status()
 
-    async def keep(self) -> None:
-        """Start everything and keep it running until cancelled; raises when it cannot."""
-        self._redis = await asyncio.to_thread(acquire, self._home.root, self._recipe.stack.redis_url)
+    async def keep(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Start everything, say so, and keep it running until cancelled; raises when it cannot."""
+        self._redis = await asyncio.to_thread(acquire, self._home.root, self.layout.settings.redis_url)
         guard = asyncio.create_task(self._redis.guard())
         try:
-            await self._supervisor.start_all([self._spec(process) for process in processes(self._recipe)])
+            await self._supervisor.start_all([self._spec(process) for process in self.layout.members])
+            ready()
             await self._supervisor.watch()
         finally:
             guard.cancel()
             await asyncio.gather(guard, return_exceptions=True)
+
+    async def scale(self, service: str, count: int) -> None:
+        """Start or stop processes of ``service`` until there are ``count``; the newest leave first.
+
+        Raises NotReady when a new one is not ready in time: it is stopped again. :meth:`keep` must be running.
+        """
+        present = [process for process in self._members.values() if process.service == service]
+        if len(present) > count:
+            await self._drop(present[count:])
+        free = (f"{service}-{i}" for i in range(10_000) if f"{service}-{i}" not in self._members)
+        await self._add([Process(next(free), service) for _ in range(count - len(present))])
+
+    async def _add(self, added: list[Process]) -> None:
+        for process in added:
+            self._members[process.name] = process
+            self._ports[process.name] = ReservedPort.free()
+        try:
+            await self._supervisor.start_all([self._spec(process) for process in added])
+        except NotReady:
+            await self._drop(added)
+            raise
+
+    async def _drop(self, leaving: list[Process]) -> None:
+        await self._supervisor.remove([process.name for process in leaving])
+        for process in leaving:
+            del self._members[process.name]
+            self._ports.pop(process.name).close()
+        self.board.write()
+
+    def _moved(self, event: ProcessEvent) -> None:
+        self.board.write()
+        self._on_event(event)
+
+    def _rows(self) -> list[Row]:
+        """The processes as the board shows them."""
+        return [
+            Row(
+                name=status.name,
+                service=self._members[status.name].service,
+                pid=status.pid if status.running else 0,
+                ready=status.ready,
+                restarts=status.restarts,
+                address=self._ports[status.name].address,
+                log=str(self._log(status.name)),
+            )
+            for status in self._supervisor.status()
+            if status.name in self._members
+        ]
 
     async def answering(self, name: str, timeout: float) -> None:
         """Wait until process ``name`` is ready; raises NotReady. :meth:`keep` must be running."""
@@ -94,17 +167,18 @@ class Stack:
     def _let_go(self) -> None:
         for port in self._ports.values():
             port.close()
+        self.board.remove()
         if self._redis is not None:
             self._redis.close()
 
     def _log(self, name: str) -> Path:
-        return self._paths.logs / f"{name}.log"
+        return self.layout.root / "logs" / f"{name}.log"
 
     def _ready_file(self, name: str) -> Path:
-        return self._paths.root / "ready" / f"{name}.json"
+        return self.layout.root / "ready" / f"{name}.json"
 
     def _spec(self, process: Process) -> ProcessSpec:
-        stack = self._recipe.stack
+        stack = self.layout.settings
         timeouts = {"trainer": stack.trainer_start_timeout_s, "engine": stack.engine_start_timeout_s}
         return ProcessSpec(
             name=process.name,
@@ -118,7 +192,7 @@ class Stack:
         )
 
     def _environment(self, process: Process) -> dict[str, str]:
-        service, stack = SERVICES[process.service], self._recipe.stack
+        service, stack = SERVICES[process.service], self.layout.settings
         settings = {
             "LISTEN": self._ports[process.name].address,
             "PORT_HANDED_OVER": "true",
@@ -136,14 +210,14 @@ class Stack:
 
     def _own_settings(self, service: Service) -> dict[str, str]:
         """Settings that one service has and the others have not."""
-        stack, name = self._recipe.stack, service.name
+        stack, name = self.layout.settings, service.name
         found = {}
         if service.redis and stack.redis_url is not None:
             found["REDIS_URL"] = stack.redis_url
         if name == "controller":
-            found["STACK"] = self._paths.run_id
+            found["STACK"] = self.layout.name
         elif name == "engine":
-            found["BACKEND"] = "render" if self._recipe.kind == "sft" else "vllm"
+            found["BACKEND"] = "render" if self.layout.render else "vllm"
             if stack.threads.engine is not None:
                 found["THREADS"] = str(stack.threads.engine)
         elif name == "gym":
@@ -158,5 +232,5 @@ class Stack:
 
     def _addresses(self, service: str) -> str:
         """The addresses of all replicas of ``service``, commas apart."""
-        names = [process.name for process in processes(self._recipe) if process.service == service]
+        names = [process.name for process in self.layout.members if process.service == service]
         return ",".join(self._ports[name].address for name in names)

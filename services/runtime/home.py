@@ -68,6 +68,38 @@ class RunPaths:
 
 
 @dataclass(frozen=True, slots=True)
+class StackPaths:
+    """The files of one stack of ``headrace up``."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        """Name of the stack."""
+        return self.root.name
+
+    @property
+    def logs(self) -> Path:
+        """One log per process, and the supervisor's."""
+        return self.root / "logs"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the supervisor for as long as it lives."""
+        return self.root / "stack.lock"
+
+    @property
+    def spec(self) -> Path:
+        """What was asked for."""
+        return self.root / "spec.json"
+
+    @property
+    def board(self) -> Path:
+        """What there is, as the supervisor last wrote it."""
+        return self.root / "board.json"
+
+
+@dataclass(frozen=True, slots=True)
 class Home:
     """The folders under one ``$HEADRACE_HOME``."""
 
@@ -77,6 +109,11 @@ class Home:
     def runs(self) -> Path:
         """One folder per run."""
         return self.root / "runs"
+
+    @property
+    def stacks(self) -> Path:
+        """One folder per stack of ``headrace up``."""
+        return self.root / "stacks"
 
     @property
     def redis(self) -> Path:
@@ -100,6 +137,18 @@ class Home:
                 f"{run_id!r} is no run id", do="Use letters, digits, '.', '_' and '-', at most 128."
             )
         return RunPaths(self.runs / run_id)
+
+    def stack(self, name: str) -> StackPaths:
+        """Paths of stack ``name``; raises InvalidInput when it is no legal name. Creates nothing."""
+        if not RUN_ID.fullmatch(name):
+            raise InvalidInput(
+                f"{name!r} is no stack name", do="Use letters, digits, '.', '_' and '-', at most 128."
+            )
+        return StackPaths(self.stacks / name)
+
+    def stack_names(self) -> list[str]:
+        """Stacks that were ever brought up in this home, by name."""
+        return sorted(spec.parent.name for spec in self.stacks.glob("*/spec.json"))
 
     def run_ids(self) -> list[str]:
         """Ids of the runs in this home (those with a recipe), oldest first."""

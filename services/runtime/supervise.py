@@ -56,10 +56,11 @@ class Supervisor:
             self._children[spec.name] = child
             self._spawn(child)
         started = time.monotonic()
-        while waiting := [spec for spec in specs if not self._children[spec.name].ready]:
+        # One that is removed meanwhile is not waited for.
+        while waiting := [spec for spec in specs if not self._is_ready(spec.name)]:
             await self.poll()
             for spec in waiting:
-                if time.monotonic() - started > spec.start_timeout and not self._children[spec.name].ready:
+                if time.monotonic() - started > spec.start_timeout and not self._is_ready(spec.name):
                     raise _late(self._children[spec.name])
             await asyncio.sleep(POLL_SECONDS)
 
@@ -108,6 +109,14 @@ class Supervisor:
             await asyncio.gather(*(self._stop(child, timeout) for child in running))
         self._sweeper.close()
 
+    async def remove(self, names: Sequence[str]) -> None:
+        """Stop processes ``names`` for good: SIGTERM, a bounded wait, SIGKILL of the whole group."""
+        leaving = [self._children.pop(self._child(name).spec.name) for name in names]
+        for child in leaving:
+            child.restart_at = None
+            child.terminate()
+        await asyncio.gather(*(self._stop(child, None) for child in leaving))
+
     async def _stop(self, child: Child, timeout: float | None) -> None:
         end = time.monotonic() + (child.spec.stop_timeout if timeout is None else timeout)
         while child.running and time.monotonic() < end:
@@ -123,6 +132,10 @@ class Supervisor:
             child.restart_at = None
             child.kill()
         self._sweeper.close()
+
+    def _is_ready(self, name: str) -> bool:
+        child = self._children.get(name)
+        return child is None or child.ready
 
     def _child(self, name: str) -> Child:
         if name not in self._children:
