@@ -250,6 +250,8 @@ class Scheduler:
 
     async def _close_open(self, run: str, reason: str) -> None:
         assert self._peers is not None
+        if not (await self.store.get(run)).started_ns:
+            return  # it has no books yet: the buffer would be asked in vain until the call's deadline
         try:
             request = buffer_pb2.DropOpenRequest(run=run, book=TRAIN_BOOK, reason=reason)
             await self._peers.buffer.DropOpen(request, timeout=15)
