@@ -17,3 +17,7 @@ compile requirements/dev.in -c requirements/cpu.txt -o requirements/dev-all.txt 
 grep -vxFf requirements/cpu.txt requirements/dev-all.txt > requirements/dev.txt || true
 rm requirements/dev-all.txt
 compile requirements/light.in -c requirements/cpu.txt --universal -o requirements/light.txt "$@"
+# The CUDA stack is resolved for the machines that it runs on.
+.venv/bin/uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-header --no-annotate \
+    --no-emit-index-url --no-emit-find-links --override requirements/overrides-gpu.txt -c requirements/light.txt \
+    requirements/gpu.in -o requirements/gpu.txt "$@"

@@ -32,10 +32,10 @@ def _grpc(address: str, service: str, timeout: float) -> str:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout, wait_for_ready=True)
         except grpc.RpcError as exc:
-            return str(exc.code().name)  # type: ignore[attr-defined]  # it is a Call as well
+            return str(exc.code().name)
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return ""
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 def _http(address: str, timeout: float) -> str:

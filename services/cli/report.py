@@ -67,12 +67,7 @@ def _time(timing: dict[str, float], throughput: dict[str, float]) -> Iterator[tu
     ]
     yield "time", f"{total:.1f} s: " + ", ".join(parts)
     if "overhead" in timing:
-        yield (
-            "overhead",
-            (
-                f"{timing['overhead']:.1f} s ({timing['overhead_share']:.1%}): neither generation, training, refit, "
-                "validation nor environment"
-            ),
-        )
+        share = f"{timing['overhead']:.1f} s ({timing['overhead_share']:.1%})"
+        yield "overhead", f"{share}: neither generation, training, refit, validation nor environment"
     if "tokens_per_s" in throughput:
         yield "tokens/s", f"{throughput['tokens_per_s']:.0f}"

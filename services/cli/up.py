@@ -76,10 +76,10 @@ def down_command(name: str, *, kill: bool, as_json: bool) -> int:
 def section(wanted: Wanted, base: StackSection) -> StackSection:
     """The recipe's ``stack`` with the counts that were given."""
     replicas = {name: wanted.counts[name] for name in ("buffer", "gym", "reward") if name in wanted.counts}
-    changed = {"replicas": {**base.replicas.model_dump(), **replicas}}
-    return StackSection.model_validate(
-        {**base.model_dump(), **changed, "engines": wanted.counts.get("engine", base.engines)}
-    )
+    values = base.model_dump()
+    values["replicas"] |= replicas
+    values["engines"] = wanted.counts.get("engine", base.engines)
+    return StackSection.model_validate(values)
 
 
 def _start(paths: StackPaths, wanted: Wanted) -> None:
