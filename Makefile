@@ -4,7 +4,8 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock protos protos-check docs lint format types imports unit contract e2e chaos test demo clean
+.PHONY: help install lock protos protos-check docs lint format types imports deploy-check unit contract e2e chaos
+.PHONY: test demo clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +39,11 @@ types: install ## Strict type checks
 imports: install ## The rules of the rooms
 	@.venv/bin/lint-imports
 
+deploy-check: install ## Dockerfiles, compose files and scripts: lint, schema, names
+	@.venv/bin/hadolint deploy/docker/*.Dockerfile
+	@.venv/bin/shellcheck scripts/*.sh .ci/run
+	@$(PY) -m scripts.compose check
+
 unit: install ## Tests of single parts
 	@$(PYTEST) tests/unit
 
@@ -50,7 +56,7 @@ e2e: install ## Whole runs with the real engine and the real Redis
 chaos: install ## Runs in which processes are killed
 	@$(PYTEST) tests/chaos
 
-test: lint types imports protos-check ## Everything: style, types, import rules and all tests that need no GPU
+test: lint types imports protos-check deploy-check ## Everything: style, types, import rules, deployment, all tests without a GPU
 	@$(PYTEST) tests/unit tests/contract tests/e2e
 
 demo: ## Train a small model through every service and show what it learned (ASYNC=1: one step ahead)
