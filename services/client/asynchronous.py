@@ -22,6 +22,7 @@ RecipeLike = LoadedRecipe | Mapping[str, Any] | str | Path
 ENDED = frozenset((runs_pb2.RUN_STATUS_COMPLETED, runs_pb2.RUN_STATUS_FAILED, runs_pb2.RUN_STATUS_CANCELLED))
 PATIENCE_S = 60.0
 RETRY_S = 0.3
+STEPS_PAGE = 500
 
 
 class AsyncClient:
@@ -47,7 +48,7 @@ class AsyncClient:
         return answer
 
     async def resume(self, run: str, recipe: RecipeLike) -> runs_pb2.Run:
-        """Go on with ``run`` if the controller knows it, else submit it under that id."""
+        """Go on with an interrupted ``run`` if the controller knows it, else submit it under that id."""
         try:
             await self.get(run)
         except NotFound:
@@ -68,6 +69,27 @@ class AsyncClient:
         """Ask a run to end; idempotent."""
         answer: runs_pb2.Run = await self._stub().Cancel(runs_pb2.CancelRunRequest(run=run, reason=reason))
         return answer
+
+    async def pause(self, run: str) -> runs_pb2.Run:
+        """Stop dispatch at once and the loop before its next step; idempotent."""
+        answer: runs_pb2.Run = await self._stub().Pause(runs_pb2.PauseRunRequest(run=run))
+        return answer
+
+    async def unpause(self, run: str) -> runs_pb2.Run:
+        """Let a paused run go on; idempotent."""
+        answer: runs_pb2.Run = await self._stub().Resume(runs_pb2.ResumeRunRequest(run=run))
+        return answer
+
+    async def steps(self, run: str, from_step: int = 0) -> AsyncIterator[runs_pb2.StepRecord]:
+        """Records of the finished steps from ``from_step`` on, oldest first, fetched in pages."""
+        while True:
+            request = runs_pb2.ListStepsRequest(run=run, from_step=from_step, limit=STEPS_PAGE)
+            answer: runs_pb2.ListStepsResponse = await self._stub().ListSteps(request)
+            for record in answer.steps:
+                yield record
+            if len(answer.steps) < STEPS_PAGE:
+                return
+            from_step = answer.steps[-1].step + 1
 
     async def audit(self, run: str) -> runs_pb2.AuditResponse:
         """Recount a run's books from the store."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 from protos.headrace.v1 import runs_pb2
@@ -38,18 +38,29 @@ class Client:
         """Ask a run to end; idempotent."""
         return self._call(self._client.cancel(run, reason))
 
+    def pause(self, run: str) -> runs_pb2.Run:
+        """Stop dispatch at once and the loop before its next step; idempotent."""
+        return self._call(self._client.pause(run))
+
+    def unpause(self, run: str) -> runs_pb2.Run:
+        """Let a paused run go on; idempotent."""
+        return self._call(self._client.unpause(run))
+
+    def resume(self, run: str, recipe: RecipeLike) -> runs_pb2.Run:
+        """Go on with an interrupted ``run`` if the controller knows it, else submit it under that id."""
+        return self._call(self._client.resume(run, recipe))
+
+    def steps(self, run: str, from_step: int = 0) -> Iterator[runs_pb2.StepRecord]:
+        """Records of the finished steps from ``from_step`` on, oldest first."""
+        yield from self._each(self._client.steps(run, from_step))
+
     def audit(self, run: str) -> runs_pb2.AuditResponse:
         """Recount a run's books from the store."""
         return self._call(self._client.audit(run))
 
     def watch(self, run: str, from_sequence: int = 0) -> Iterator[runs_pb2.RunEvent]:
         """Events of ``run``, each once and in order, until it ends."""
-        events = self._client.watch(run, from_sequence)
-        try:
-            while (event := self._call(_next(events))) is not None:
-                yield event
-        finally:
-            self._call(_close(events))
+        yield from self._each(self._client.watch(run, from_sequence))
 
     def close(self) -> None:
         """Close the connection and end the thread; idempotent."""
@@ -59,6 +70,13 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         self._loop.close()
+
+    def _each(self, found: AsyncIterator[Result]) -> Iterator[Result]:
+        try:
+            while (one := self._call(_next(found))) is not None:
+                yield one
+        finally:
+            self._call(_close(found))
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
         # Bounded by the deadline that every call of the asyncio client has.
@@ -71,10 +89,9 @@ class Client:
         self.close()
 
 
-async def _next(events: Any) -> runs_pb2.RunEvent | None:
-    found: runs_pb2.RunEvent | None = await anext(events, None)
-    return found
+async def _next(found: AsyncIterator[Result]) -> Result | None:
+    return await anext(found, None)
 
 
-async def _close(events: Any) -> None:
-    await events.aclose()
+async def _close(found: Any) -> None:
+    await found.aclose()
