@@ -55,6 +55,8 @@ class EnvConfig(BaseModel):
     """Tokens of a whole sequence; None leaves the limit to the engine."""
     environment_timeout_s: float = Field(default=60.0, gt=0)
     """For one reset, step or close of an environment."""
+    sample_timeout_s: float | None = Field(default=None, gt=0)
+    """For one attempt at one sample, reward included; None for no limit."""
     claim_timeout_s: float | None = Field(default=None, gt=0)
     """The buffer's; None beats every second."""
 

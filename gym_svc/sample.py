@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ async def play(bench: Bench, work: buffer_pb2.Work) -> bool:
         tracing.span("sample", parent=parent, attributes=attributes) as span,
     ):
         try:
-            trajectory = await _make(bench, work)
+            trajectory = await _make_in_time(bench, work)
             span.set_attribute("headrace.outcome", types_pb2.Outcome.Name(trajectory.outcome))
             return await _hand_in(bench, trajectory)
         except SampleError as failed:
@@ -74,6 +75,16 @@ async def report(outbox: Outbox, work: buffer_pb2.Work, failed: SampleError) -> 
         await outbox.fail(buffer_pb2.FailedSample(ref=ref, outcome=failed.outcome, message=failed.message))
     except HeadraceError as exc:
         log.error("failure not reported; the claim will expire", error=str(exc))
+
+
+async def _make_in_time(bench: Bench, work: buffer_pb2.Work) -> types_pb2.Trajectory:
+    """The trajectory within the run's limit for one attempt; a straggler is its environment's failure."""
+    limit = bench.env.sample_timeout_s
+    try:
+        async with asyncio.timeout(limit):
+            return await _make(bench, work)
+    except TimeoutError as exc:
+        raise SampleError(ENVIRONMENT, f"the sample took longer than {limit:g} s") from exc
 
 
 async def _make(bench: Bench, work: buffer_pb2.Work) -> types_pb2.Trajectory:

@@ -55,6 +55,7 @@ class Facts:
     sampled_tokens: int
     lowest_version: int | None
     """None for supervised data."""
+    highest_version: int | None = None
 
 
 def check(trajectory: types.Trajectory) -> Facts:
@@ -70,11 +71,11 @@ def check(trajectory: types.Trajectory) -> Facts:
     if values["ids"].min() < 0:
         raise InvalidTrajectory("ids has a negative token id")
     _check_unsampled(values, sampled, supervised=count == 0)
-    lowest = _check_sampled(trajectory, values, sampled) if count else None
+    lowest, highest = _check_sampled(trajectory, values, sampled) if count else (None, None)
     _check_reward(trajectory, supervised=count == 0)
     first = trajectory.segments[0]
     prompt = first.length if first.source == types.SEGMENT_SOURCE_PROMPT else 0
-    return Facts(tokens, prompt, count, lowest)
+    return Facts(tokens, prompt, count, lowest, highest)
 
 
 def _check_columns(columns: Sequence[types.Column]) -> int:
@@ -144,22 +145,22 @@ def _check_unsampled(
 
 def _check_sampled(
     trajectory: types.Trajectory, values: dict[str, NDArray[Any]], sampled: NDArray[np.bool_]
-) -> int:
+) -> tuple[int, int]:
     logprobs, versions = values["logprobs"][sampled], values["versions"][sampled]
     if not np.all(np.isfinite(logprobs)):
         raise InvalidTrajectory("a sampled token has no finite logprob")
     if np.any(logprobs > LOGPROB_SLACK):
         raise InvalidTrajectory(f"a sampled token has logprob {float(logprobs.max()):.6g}, above 0")
-    lowest = int(versions.min())
+    lowest, highest = int(versions.min()), int(versions.max())
     if lowest < 0:
         raise InvalidTrajectory("a sampled token has no policy version")
     named = {version.number for version in trajectory.policy_versions}
-    found = {lowest} if lowest == int(versions.max()) else set(versions.tolist())
+    found = {lowest} if lowest == highest else set(versions.tolist())
     if not found <= named:
         raise InvalidTrajectory(
             f"tokens come from versions {sorted(found)}, policy_versions has {sorted(named)}"
         )
-    return lowest
+    return lowest, highest
 
 
 def _check_reward(trajectory: types.Trajectory, *, supervised: bool) -> None:

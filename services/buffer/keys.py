@@ -29,6 +29,11 @@ def checked_book(book: str) -> str:
     return book
 
 
+def assignment(stack: str) -> str:
+    """What the gym workers of a stack are to do; the only key that belongs to no run."""
+    return f"hr:stack:{{{stack}}}:assignment"
+
+
 def config(run: str) -> str:
     """Budgets, admission rules, epoch and ledger sequence of a run."""
     return f"{prefix(run)}cfg"

@@ -69,6 +69,10 @@ def manifest_sample(trajectory: types.Trajectory, facts: Facts) -> pb.ManifestSa
         found.reward = trajectory.reward.value
     if facts.lowest_version is not None:
         found.version = facts.lowest_version
+    if facts.highest_version is not None:
+        found.highest_version = facts.highest_version
+    if trajectory.HasField("timing"):
+        found.timing.CopyFrom(trajectory.timing)
     return found
 
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 import grpc.aio
 
 from protos.headrace.v1 import buffer_pb2, buffer_pb2_grpc
+from services.buffer.assignment import Assignments
 from services.buffer.servicer import Buffer
 from services.buffer.steps import Steps
 from services.buffer.store import Store
@@ -38,6 +39,8 @@ class BufferSettings(ServiceSettings):
     listen: str = "127.0.0.1:7001"
     redis_url: str | None = None
     """Redis to use; absent: the embedded one of the home."""
+    stack: str = "default"
+    """The stack whose gym workers this buffer serves; the same as its controller's."""
 
 
 class BufferApp(ServiceApp):
@@ -57,7 +60,8 @@ class BufferApp(ServiceApp):
         transitions = Transitions(self._redis)
         store = Store(transitions)
         self._upkeep = Upkeep(transitions, store, f"{socket.gethostname()}-{os.getpid()}")
-        servicer = Buffer(transitions, store, Steps(transitions), self._upkeep)
+        assignments = Assignments(transitions, self._settings.stack)
+        servicer = Buffer(transitions, store, Steps(transitions), self._upkeep, assignments)
         buffer_pb2_grpc.add_BufferServicer_to_server(servicer, server)
         return [buffer_pb2.DESCRIPTOR.services_by_name["Buffer"].full_name]
 

@@ -20,7 +20,9 @@ from protos.headrace.v1 import buffer_pb2 as pb
 from protos.headrace.v1 import types_pb2 as types
 from protos.headrace.v1.buffer_pb2_grpc import BufferServicer
 from services.buffer import keys
+from services.buffer.assignment import Assignments
 from services.buffer.fetch import fetch
+from services.buffer.listing import Listing
 from services.buffer.steps import Steps
 from services.buffer.store import Store
 from services.buffer.transitions import Transitions
@@ -40,13 +42,21 @@ Result = TypeVar("Result")
 class Buffer(BufferServicer):
     """One replica's answers; all state is in Redis."""
 
-    def __init__(self, transitions: Transitions, store: Store, steps: Steps, upkeep: Upkeep) -> None:
+    def __init__(
+        self, transitions: Transitions, store: Store, steps: Steps, upkeep: Upkeep, assignments: Assignments
+    ) -> None:
         self._do, self._store, self._steps, self._upkeep = transitions, store, steps, upkeep
+        self._assignments = assignments
+        self._listing = Listing(transitions)
 
     async def Setup(self, request: pb.BufferSetupRequest, context: Any) -> pb.BufferSetupResponse:
-        """Make a run known."""
+        """Make a run known, and the work of its stack."""
         await self._store.setup(request)
         self._upkeep.of(request.run)
+        if request.HasField("gym"):
+            await self._assignments.assign(request.gym)
+            self._upkeep.assigned.ring()
+            return pb.BufferSetupResponse(gym_refusal=await self._assignments.refusal())
         return pb.BufferSetupResponse()
 
     async def OpenGroups(self, request: pb.OpenGroupsRequest, context: Any) -> pb.OpenGroupsResponse:
@@ -70,6 +80,23 @@ class Buffer(BufferServicer):
         if not work and request.wait_s > 0:
             work = await until(look, bool, bell, _wait(request.wait_s, context))
         return pb.ClaimResponse(work=work)
+
+    async def Assignment(self, request: pb.AssignmentRequest, context: Any) -> pb.AssignmentResponse:
+        """What to work for; waits while that is what the caller knows."""
+
+        def news(seen: pb.AssignmentResponse) -> bool:
+            return seen.serial != request.known_serial
+
+        if request.refusal:
+            await self._assignments.refused(request.known_serial, request.refusal)
+        bell = self._upkeep.assigned
+        return await until(self._assignments.now, news, bell, _wait(request.wait_s, context))
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        """The run needs its stack's workers no more."""
+        await self._assignments.release(request.run)
+        self._upkeep.assigned.ring()
+        return pb.ReleaseResponse()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
         """Keep claims alive."""
@@ -154,6 +181,10 @@ class Buffer(BufferServicer):
     async def CloseBook(self, request: pb.CloseBookRequest, context: Any) -> pb.CloseBookResponse:
         """Results of a validation book."""
         return await self._changed(request.run, self._steps.close_book(request.run, request.book))
+
+    async def ListGroups(self, request: pb.ListGroupsRequest, context: Any) -> pb.ListGroupsResponse:
+        """Groups for people."""
+        return pb.ListGroupsResponse(groups=await self._listing.page(request))
 
     async def ListDeadLetters(
         self, request: pb.ListDeadLettersRequest, context: Any

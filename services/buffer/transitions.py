@@ -31,6 +31,11 @@ class Transitions:
             raise _refusal(run, name, [_text(part) for part in reply])
         return reply
 
+    async def call_at(self, key: str, name: str, *args: Argument) -> list[Any]:
+        """The reply of script ``name``, which works on ``key`` alone."""
+        reply: list[Any] = await _SCRIPTS.call(self.redis, name, [key], args)
+        return reply
+
     async def require(self, run: str) -> None:
         """Raise NotReady (NO_RUN) unless ``run`` has been set up."""
         with translated("buffer"):

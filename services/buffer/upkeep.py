@@ -104,6 +104,8 @@ class Upkeep:
         self._do, self._store, self._consumer = transitions, store, consumer
         self._runs: dict[str, RunUpkeep] = {}
         self._closed = False
+        self.assigned = Bell()
+        """Rings when the stack's assignment may have changed."""
 
     def of(self, run: str) -> RunUpkeep:
         """The upkeep of ``run``, which exists; started when it is new here."""
@@ -119,6 +121,7 @@ class Upkeep:
     def release_waits(self) -> None:
         """Answer every long poll now, and all that come later at once."""
         self._closed = True
+        self.assigned.close()
         for run in self._runs.values():
             run.work.close()
             run.books.close()

@@ -37,7 +37,7 @@ SERVICES: dict[str, Service] = {
         Service("gym", "gym_svc.service", 7002, ("buffer", "rollout", "reward")),
         Service(
             "controller", "services.controller.service", 7000,
-            ("buffer", "gym", "reward", "rollout", "trainer", "refit"), redis=True,
+            ("buffer", "reward", "rollout", "trainer", "refit"), redis=True,
         ),
         Service(
             "gateway", "services.gateway.service", 7080,

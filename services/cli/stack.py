@@ -98,7 +98,7 @@ class Stack:
     async def scale(self, service: str, count: int) -> None:
         """Start or stop processes of ``service`` until there are ``count``; the newest leave first.
 
-        Raises NotReady when a new one is not ready in time: it is stopped again. :meth:`keep` must be running.
+        Raises NotReady when a new one is not ready in time: it is stopped again. Needs :meth:`keep`.
         """
         present = [process for process in self._members.values() if process.service == service]
         if len(present) > count:
@@ -214,9 +214,9 @@ class Stack:
         found = {}
         if service.redis and stack.redis_url is not None:
             found["REDIS_URL"] = stack.redis_url
-        if name == "controller":
+        if name in ("controller", "buffer"):
             found["STACK"] = self.layout.name
-        elif name == "engine":
+        if name == "engine":
             found["BACKEND"] = "render" if self.layout.render else "vllm"
             if stack.threads.engine is not None:
                 found["THREADS"] = str(stack.threads.engine)

@@ -17,8 +17,6 @@ import numpy as np
 from protos.headrace.v1 import (
     buffer_pb2,
     buffer_pb2_grpc,
-    gym_pb2,
-    gym_pb2_grpc,
     refit_pb2,
     refit_pb2_grpc,
     reward_pb2,
@@ -87,9 +85,6 @@ class Peers:
         self.buffer: buffer_pb2_grpc.BufferAsyncStub = rpc.stub(
             buffer_pb2_grpc.BufferStub, settings.buffer, name="buffer"
         )
-        self.gyms: list[gym_pb2_grpc.GymAsyncStub] = [
-            rpc.stub(gym_pb2_grpc.GymStub, address, name="gym") for address in settings.gym.split(",")
-        ]
         self.rewards: list[reward_pb2_grpc.RewardsAsyncStub] = [
             rpc.stub(reward_pb2_grpc.RewardsStub, address, name="reward")
             for address in settings.reward.split(",")
@@ -108,12 +103,10 @@ class Peers:
         """Setup of everything but trainer and bridge, by service; each takes its timeout in seconds."""
         env = json.dumps(ctx.recipe.env.model_dump(mode="json"))
         reward = reward_pb2.RewardSetupRequest(run=ctx.run, env_json=env)
-        gym = gym_pb2.GymSetupRequest(run=ctx.run, env_json=gym_env(ctx), seed=ctx.seed)
         calls: list[tuple[str, Callable[..., Awaitable[Any]], Any]]
-        calls = [("buffer", self.buffer.Setup, buffer_setup(ctx))]
+        calls = [("buffer", self._setup_buffer, buffer_setup(ctx))]
         calls += [("rollout", self.rollout.Setup, rollout_setup(ctx))]
         calls += [(f"reward {i}", stub.Setup, reward) for i, stub in enumerate(self.rewards)]
-        calls += [(f"gym {i}", stub.Setup, gym) for i, stub in enumerate(self.gyms)]
         return {name: _bound(method, request) for name, method, request in calls}
 
     async def setup_light(self, ctx: RunContext, timeout: float) -> list[str]:
@@ -131,6 +124,12 @@ class Peers:
                 raise answer
         return failed
 
+    async def _setup_buffer(self, request: buffer_pb2.BufferSetupRequest, *, timeout: float) -> None:
+        """The run and the stack's assignment; raises InvalidInput when a gym worker refuses it."""
+        answer: buffer_pb2.BufferSetupResponse = await self.buffer.Setup(request, timeout=timeout)
+        if answer.gym_refusal:
+            raise InvalidInput(f"A gym worker cannot work for the run: {answer.gym_refusal}", where="env")
+
     async def setup_trainer(self, ctx: RunContext, timeout: float) -> trainer_pb2.TrainerState:
         """Load the model and the newest complete checkpoint; returns where the trainer is."""
         request = trainer_pb2.TrainerSetupRequest(
@@ -144,12 +143,11 @@ class Peers:
         await self.refit.Setup(refit_setup(ctx, vocab_size), timeout=timeout)
 
     async def release(self, run: str) -> None:
-        """Stop the gym workers claiming samples of a run that has ended."""
-        for gym in self.gyms:
-            try:
-                await gym.Release(gym_pb2.GymReleaseRequest(run=run), timeout=15)
-            except HeadraceError as exc:
-                log.warning("gym release failed", error=str(exc))
+        """Let the gym workers of the stack go: the run has ended."""
+        try:
+            await self.buffer.Release(buffer_pb2.ReleaseRequest(run=run), timeout=15)
+        except HeadraceError as exc:
+            log.warning("the gym workers were not released", error=str(exc))
 
 
 def _bound(method: Callable[..., Awaitable[Any]], request: Any) -> Setup:
@@ -178,6 +176,7 @@ def buffer_setup(ctx: RunContext) -> buffer_pb2.BufferSetupRequest:
         drop_zero_variance=ctx.recipe.grpo.use_dynamic_sampling,
         minimum_siblings=stack.minimum_siblings,
         max_age=None if ctx.supervised else ctx.window,
+        gym=buffer_pb2.GymAssignment(run=ctx.run, env_json=gym_env(ctx), seed=ctx.seed),
     )
 
 

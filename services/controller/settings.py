@@ -6,7 +6,7 @@ from services.runtime.settings import ServiceSettings, service_config
 
 
 class ControllerSettings(ServiceSettings):
-    """Where the controller's peers are: HOST:PORT each; replicas of gym and reward are commas apart."""
+    """Where the controller's peers are: HOST:PORT each; replicas of buffer and reward are commas apart."""
 
     model_config = service_config("controller")
 
@@ -14,7 +14,6 @@ class ControllerSettings(ServiceSettings):
     redis_url: str | None = None
     """None: the embedded Redis of the home."""
     buffer: str = "127.0.0.1:7001"
-    gym: str = "127.0.0.1:7002"
     reward: str = "127.0.0.1:7003"
     rollout: str = "127.0.0.1:7004"
     trainer: str = "127.0.0.1:7005"

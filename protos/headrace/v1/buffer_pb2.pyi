@@ -182,18 +182,22 @@ class AssignmentRequest(_message.Message):
 
     KNOWN_SERIAL_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     known_serial: _builtins.int
     """serial of the assignment that the caller has; 0 for none."""
     wait_s: _builtins.float
+    refusal: _builtins.str
+    """Why the caller cannot carry out the assignment `known_serial` (its env section is wrong); empty when it can."""
     def __init__(
         self,
         *,
         known_serial: _builtins.int = ...,
         wait_s: _builtins.float = ...,
+        refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_serial", b"known_serial", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_serial", b"known_serial", "refusal", b"refusal", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,12 +372,17 @@ Global___ListGroupsResponse: _TypeAlias = ListGroupsResponse  # noqa: Y015
 class BufferSetupResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    GYM_REFUSAL_FIELD_NUMBER: _builtins.int
+    gym_refusal: _builtins.str
+    """Why a gym worker cannot work for the run; empty while none has refused."""
     def __init__(
         self,
+        *,
+        gym_refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gym_refusal", b"gym_refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
