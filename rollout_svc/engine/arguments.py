@@ -79,6 +79,9 @@ def _cpu_arguments(kv_cache_mib: int, max_num_seqs: int) -> dict[str, Any]:
         # Compilation costs a minute and g++; the worker's environment turns dynamo off altogether.
         "enforce_eager": True,
         "block_size": CPU_BLOCK_SIZE,
+        # vLLM takes a seeded request's generator back after part of its prompt, which a CPU generator cannot
+        # do: the engine dies. Whole prompts only.
+        "enable_chunked_prefill": False,
         # Without it the worker claims a share of the machine's memory, or refuses to start.
         "kv_cache_memory_bytes": kv_cache_mib << 20,
         "max_num_seqs": max_num_seqs,

@@ -1,0 +1,1 @@
+"""Parts of :mod:`benchmarks.rollout`: the model, Headrace's processes, the baselines."""
