@@ -41,6 +41,7 @@ def summary_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "engine", f"{engine.get('name')} {engine.get('version')}"
     yield from _books(summary.get("ledger") or {})
     yield from _time(summary.get("timing") or {}, summary.get("throughput") or {})
+    yield from _overhead(summary.get("overhead") or {})
 
 
 def _validation(validation: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -56,6 +57,12 @@ def _books(ledger: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "books (groups)", f"{counts} + {dropped} dropped + {ledger['open']} open"
 
 
+def _overhead(overhead: dict[str, float]) -> Iterator[tuple[str, str]]:
+    if overhead:
+        spent = f"{overhead['seconds']:.1f} s ({overhead['share']:.1%})"
+        yield "overhead", f"{spent}: neither generation, environment, training, refit nor validation"
+
+
 def _time(timing: dict[str, float], throughput: dict[str, float]) -> Iterator[tuple[str, str]]:
     total = timing.get("total", 0.0)
     if total <= 0:
@@ -63,11 +70,8 @@ def _time(timing: dict[str, float], throughput: dict[str, float]) -> Iterator[tu
     parts = [
         f"{name} {seconds:.1f} s ({seconds / total:.0%})"
         for name, seconds in timing.items()
-        if name not in ("total", "overhead", "overhead_share")
+        if name != "total"
     ]
     yield "time", f"{total:.1f} s: " + ", ".join(parts)
-    if "overhead" in timing:
-        share = f"{timing['overhead']:.1f} s ({timing['overhead_share']:.1%})"
-        yield "overhead", f"{share}: neither generation, training, refit, validation nor environment"
     if "tokens_per_s" in throughput:
         yield "tokens/s", f"{throughput['tokens_per_s']:.0f}"

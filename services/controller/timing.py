@@ -74,4 +74,4 @@ def overhead(timing: dict[str, float]) -> dict[str, float]:
     validation."""
     seconds = sum(timing.get(name, 0.0) for name in OVERHEAD)
     whole = timing.get("total", 0.0)
-    return {"overhead": seconds, "overhead_share": seconds / whole if whole else 0.0}
+    return {"seconds": seconds, "share": seconds / whole if whole else 0.0}

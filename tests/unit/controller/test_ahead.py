@@ -140,4 +140,4 @@ async def test_time_of_a_pause_is_nobodys_and_phases_add_up() -> None:
     records = [{"generation": 6.0, "environment": 1.0, "training": 2.0, "checkpoint": 0.5, "total": 10.0}]
     timing = total(records)
     assert timing["idle"] == pytest.approx(0.5)
-    assert overhead(timing) == {"overhead": pytest.approx(1.0), "overhead_share": pytest.approx(0.1)}
+    assert overhead(timing) == {"seconds": pytest.approx(1.0), "share": pytest.approx(0.1)}
