@@ -13,8 +13,6 @@ import grpc.aio
 from protos.headrace.v1 import (
     buffer_pb2,
     buffer_pb2_grpc,
-    gym_pb2,
-    gym_pb2_grpc,
     refit_pb2,
     refit_pb2_grpc,
     reward_pb2,
@@ -50,7 +48,7 @@ class FakeBuffer(buffer_pb2_grpc.BufferServicer):
     calls: list[tuple[str, int]] = field(default_factory=list)
 
     async def Setup(self, request: buffer_pb2.BufferSetupRequest, context: Context) -> Any:
-        self.seen["max_age"] = request.max_age
+        self.seen |= {"max_age": request.max_age, "assigned": request.gym.run}
         return buffer_pb2.BufferSetupResponse()
 
     async def OpenGroups(self, request: buffer_pb2.OpenGroupsRequest, context: Context) -> Any:
@@ -92,6 +90,10 @@ class FakeBuffer(buffer_pb2_grpc.BufferServicer):
     async def MarkDurable(self, request: buffer_pb2.MarkDurableRequest, context: Context) -> Any:
         self.durable_step = request.fence.step
         return buffer_pb2.MarkDurableResponse()
+
+    async def Release(self, request: buffer_pb2.ReleaseRequest, context: Context) -> Any:
+        self.seen["released"] = request.run
+        return buffer_pb2.ReleaseResponse()
 
     async def Restore(self, request: buffer_pb2.RestoreRequest, context: Context) -> Any:
         self.restores.append(request.completed_steps)
@@ -218,14 +220,6 @@ class FakeRollout(rollout_pb2_grpc.RolloutServicer):
         return rollout_pb2.RolloutStatusResponse()
 
 
-class FakeGym(gym_pb2_grpc.GymServicer):
-    async def Setup(self, request: gym_pb2.GymSetupRequest, context: Context) -> Any:
-        return gym_pb2.GymSetupResponse()
-
-    async def Release(self, request: gym_pb2.GymReleaseRequest, context: Context) -> Any:
-        return gym_pb2.GymReleaseResponse()
-
-
 @dataclass
 class FakeRewards(reward_pb2_grpc.RewardsServicer):
     error: HeadraceError | None = None
@@ -253,7 +247,6 @@ class FakeStack:
         trainer_pb2_grpc.add_TrainerServicer_to_server(self.trainer, self._server)
         refit_pb2_grpc.add_RefitServicer_to_server(self.refit, self._server)
         rollout_pb2_grpc.add_RolloutServicer_to_server(FakeRollout(), self._server)
-        gym_pb2_grpc.add_GymServicer_to_server(FakeGym(), self._server)
         reward_pb2_grpc.add_RewardsServicer_to_server(self.rewards, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()

@@ -92,8 +92,11 @@ async def test_the_order_reaches_the_buffer_and_the_window_its_age(
     world: World, ahead: dict[str, Any]
 ) -> None:
     ahead["stack"]["order"] = "ready_first"
-    await world.wait(await world.submit(ahead))
-    assert world.stack.buffer.seen == {"order": buffer_pb2.LEASE_ORDER_READY_FIRST, "max_age": 2}
+    run = await world.submit(ahead)
+    await world.wait(run)
+    seen = world.stack.buffer.seen
+    assert (seen["order"], seen["max_age"]) == (buffer_pb2.LEASE_ORDER_READY_FIRST, 2)
+    assert seen["assigned"] == seen["released"] == run
 
 
 async def test_validation_runs_beside_training_on_leased_engines(world: World, ahead: dict[str, Any]) -> None:

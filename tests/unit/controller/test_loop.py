@@ -69,7 +69,7 @@ def controller(settings: ControllerSettings, client: Any, stack: FakeStack) -> W
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     stack = FakeStack()
     await stack.start()
-    peers = dict.fromkeys(("buffer", "gym", "reward", "rollout", "trainer", "refit"), stack.address)
+    peers = dict.fromkeys(("buffer", "reward", "rollout", "trainer", "refit"), stack.address)
     settings = ControllerSettings(home=tmp_path / "home", **peers)
     handle = await asyncio.to_thread(redis.acquire, settings.home)
     client = redis.connect(handle.url)
