@@ -16,6 +16,8 @@ from services.runtime.redis_errors import translated
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
+# Only these have a trajectory for each sample that is left; what is durable is retired.
+FETCHABLE = frozenset({"complete", "ready", "leased", "trained"})
 STATES = frozenset({"open", "complete", "ready", "leased", "trained", "durable", "dropped"})
 
 
@@ -93,7 +95,7 @@ def _summary(ordinal: int, record: Mapping[bytes, bytes], *, payloads: bool) -> 
         drop_reason=record.get(b"reason", b"").decode(),
         size=size,
         row_source=spec.row_source,
-        payloads=payloads,
+        payloads=payloads and record[b"state"].decode() in FETCHABLE,
         samples=[
             pb.ManifestSample.FromString(record[b"m%d" % i]) for i in range(size) if b"m%d" % i in record
         ],
