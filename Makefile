@@ -22,8 +22,9 @@ protos: install ## Regenerate the contract's code; refuses a breaking change (AC
 protos-check: install ## Fail when the generated code is stale or the contract was broken
 	@$(PY) -m scripts.protos check
 
-docs: install ## Rewrite the table of recipe keys in docs/recipes.md
+docs: install ## Rewrite what is made from the code: the table of recipe keys, the dashboards
 	@$(PY) -m scripts.recipe_reference write
+	@$(PY) -m scripts.dashboards write
 
 lint: install ## Style
 	@.venv/bin/ruff check .

@@ -22,7 +22,7 @@ from gym_svc.plans import Plan, Planner
 from gym_svc.rows import Row, parse_row
 from gym_svc.trajectory import Clock
 from protos.headrace.v1 import buffer_pb2, reward_pb2, types_pb2
-from services.runtime import tracing
+from services.runtime import metrics, tracing
 from services.runtime.errors import HeadraceError, InvalidInput
 from services.runtime.logs import bind_ids, get_logger
 
@@ -45,6 +45,14 @@ class Bench:
 
 async def play(bench: Bench, work: buffer_pb2.Work) -> bool:
     """Work on one claimed sample; True when a trajectory was accepted (or was there already)."""
+    metrics.gym_in_flight.add(1)
+    try:
+        return await _play(bench, work)
+    finally:
+        metrics.gym_in_flight.add(-1)
+
+
+async def _play(bench: Bench, work: buffer_pb2.Work) -> bool:
     key = work.key
     parent = tracing.context_from(work.trace.traceparent)
     attributes: dict[str, str | int] = {"headrace.book": key.book, "headrace.attempt": work.attempt}
@@ -55,6 +63,7 @@ async def play(bench: Bench, work: buffer_pb2.Work) -> bool:
         try:
             trajectory = await _make_in_time(bench, work)
             span.set_attribute("headrace.outcome", types_pb2.Outcome.Name(trajectory.outcome))
+            _measure(trajectory)
             return await _hand_in(bench, trajectory)
         except SampleError as failed:
             span.set_attribute("headrace.outcome", types_pb2.Outcome.Name(failed.outcome))
@@ -66,9 +75,21 @@ async def play(bench: Bench, work: buffer_pb2.Work) -> bool:
     return False
 
 
+def _measure(trajectory: types_pb2.Trajectory) -> None:
+    metrics.gym_samples.add(1, {"outcome": _outcome(trajectory.outcome)})
+    timing = trajectory.timing
+    for stage in ("queued", "generation", "environment", "reward"):
+        metrics.gym_stage.record(getattr(timing, f"{stage}_s"), {"stage": stage})
+
+
+def _outcome(outcome: types_pb2.Outcome.ValueType) -> str:
+    return types_pb2.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
+
+
 async def report(outbox: Outbox, work: buffer_pb2.Work, failed: SampleError) -> None:
     """Report a failure to the buffer; when even that fails, the claim expires."""
     name = types_pb2.Outcome.Name(failed.outcome)
+    metrics.gym_samples.add(1, {"outcome": _outcome(failed.outcome)})
     log.warning("sample failed", outcome=name, attempt=work.attempt, error=failed.message)
     ref = buffer_pb2.ClaimRef(key=work.key, attempt=work.attempt)
     try:

@@ -26,7 +26,7 @@ from refit_bridge.plan import TensorSpec, check_same, check_unique, plan_hash
 from refit_bridge.roster import JOINING, QUARANTINED, SERVING, UPDATING, Member, Roster, eligible
 from refit_bridge.settings import RefitSettings
 from refit_bridge.versions import BASE, key_of, make, text_of
-from services.runtime import tracing
+from services.runtime import metrics, tracing
 from services.runtime.errors import Corrupt, HeadraceError, NotFound, NotReady, Refused
 from services.runtime.logs import bind_ids, get_logger
 
@@ -126,6 +126,7 @@ class Publisher:
             record.engines.extend(outcome.to_proto() for outcome in outcomes)
             record.seconds.update(_seconds(phases, outcomes))
             await state.ledger.record(state.epoch, record, COMMITTED)
+            _measure(record)
         except BaseException:
             await self._failed(state, record, outcomes)
             raise
@@ -404,6 +405,12 @@ def _way(state: RunState, version: types_pb2.PolicyVersion) -> Way:
     if before != version.incarnation:
         return Way(rollout_pb2.PAUSE_MODE_ABORT)
     return Way(rollout_pb2.PAUSE_MODE_KEEP, clear_cache=state.recompute_kv_cache)
+
+
+def _measure(record: refit_pb2.VersionRecord) -> None:
+    metrics.record_all(metrics.refit_seconds, record.seconds, "phase")
+    metrics.refit_bytes.add(record.nbytes)
+    metrics.refit_version.set(record.version.number)
 
 
 def _seconds(phases: Phases, outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from protos.headrace.v1 import refit_pb2, rollout_pb2, types_pb2
 from refit_bridge.versions import key_of
+from services.runtime import metrics
 from services.runtime.errors import NotFound
 from services.runtime.logs import get_logger
 
@@ -244,7 +245,14 @@ class Roster:
         for name in old:
             del self._members[name]
 
+    def _measure(self) -> None:
+        states = [member.state for member in self._members.values()]
+        for name, state in refit_pb2.EngineState.items():
+            label = name.removeprefix("ENGINE_STATE_").lower()
+            metrics.refit_engines.set(states.count(state), {"state": label})
+
     async def _notify(self) -> None:
+        self._measure()
         async with self._changed:
             self._serial += 1
             self._changed.notify_all()

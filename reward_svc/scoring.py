@@ -20,7 +20,7 @@ from reward_svc.isolation import IsolationError, PoolBusyError, VerifierPool
 from reward_svc.transforms import build_reward, transforms_of
 from reward_svc.verifiers.base import Item, Score, VerifierError, as_score
 from reward_svc.verifiers.registry import Verifier, unknown, verifiers_of
-from services.runtime import tracing
+from services.runtime import metrics, tracing
 from services.runtime.errors import HeadraceError
 from services.runtime.logs import bind_ids, get_logger
 
@@ -56,6 +56,8 @@ class Scoring:
         ):
             result = await self._result(item, seconds)
             result.seconds = time.perf_counter() - started
+            how = "failed" if result.HasField("failure") else "scored"
+            metrics.reward_seconds.record(result.seconds, {"verifier": item.verifier, "result": how})
             if result.HasField("failure"):
                 span.set_attribute("headrace.failure", result.failure.message)
                 get_logger("reward").warning(

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from services.runtime import logs, spawn, tracing
+from services.runtime import logs, metrics, spawn, tracing
 from services.runtime.errors import HeadraceError, InvalidInput
 from trainer_svc.app import TrainerApp
 from trainer_svc.commands import Commands, Snapshot
@@ -43,12 +43,14 @@ def main() -> int:
         check_size(World.from_env().size)
         logs.configure("trainer", level=settings.log_level, file=settings.log_file)
         tracing.setup("trainer", settings.home)
+        metrics.setup("trainer", settings.metrics_listen if World.from_env().rank == 0 else "")
         return _run(settings)
     except HeadraceError as exc:
         print(f"trainer: {exc}", file=sys.stderr)
         return 2 if isinstance(exc, InvalidInput) else 1
     finally:
         tracing.flush()
+        metrics.shutdown()
 
 
 def _run(settings: TrainerSettings) -> int:

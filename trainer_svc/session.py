@@ -17,6 +17,7 @@ from google.protobuf import json_format
 
 from protos.headrace.v1 import trainer_pb2
 from refit_bridge.sender import HuggingFaceSource, ShmSender
+from services.runtime import metrics as telemetry
 from services.runtime.errors import Corrupt, InvalidInput, Refused, Unsupported
 from services.runtime.logs import get_logger
 from trainer_svc.checkpoint import contents
@@ -64,6 +65,7 @@ class Session:
         before = self.learner.optimizer_steps
         metrics = self.learner.train(rows, Version(self._incarnation, self.completed_steps))
         self._scorer.weights_changed()
+        telemetry.record_all(telemetry.trainer_seconds, self.learner.seconds, "phase")
         self.completed_steps = step + 1
         metrics["optimizer_steps"] = float(self.learner.optimizer_steps - before)
         self.last_result = trainer_pb2.StepResponse(

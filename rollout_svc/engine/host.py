@@ -26,6 +26,8 @@ class EngineHost(ServiceApp, rollout_pb2_grpc.EngineServicer):
 
     name: ClassVar[str] = "engine"
 
+    measured_here = False
+
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._address = settings.reachable(settings.listen)

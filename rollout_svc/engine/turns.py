@@ -23,7 +23,7 @@ from rollout_svc.engine.versions import Versions
 from rollout_svc.turns.ids import ids_bytes, ids_from, logprobs_bytes
 from rollout_svc.turns.sampling import Sampling, check_sampling
 from rollout_svc.turns.seeds import continuation_seed, turn_seed
-from services.runtime import tracing
+from services.runtime import metrics, tracing
 from services.runtime.errors import Internal, InvalidInput, NotReady
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ class Turns:
         versions: Sequence[types_pb2.PolicyVersion],
         seconds: float,
     ) -> rollout_pb2.TurnResponse:
+        metrics.engine_seconds.record(seconds)
+        metrics.engine_cached.add(pieces.cached_tokens)
         finish = _FINISH[pieces.finish]
         message = await self._rendering.message(request, pieces.ids, finish, pieces.stop_string)
         return rollout_pb2.TurnResponse(

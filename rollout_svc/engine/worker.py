@@ -25,7 +25,7 @@ from rollout_svc.engine.settings import EngineSettings
 from rollout_svc.engine.versions import Versions
 from rollout_svc.turns.parse import AnswerParser
 from rollout_svc.turns.render import Renderer
-from services.runtime import logs, tracing
+from services.runtime import logs, metrics, tracing
 from services.runtime.errors import HeadraceError, Internal
 from services.runtime.service import start_server
 
@@ -115,6 +115,7 @@ class Worker:
         )
         # Only now: its writer is a thread, and no thread may exist when vLLM forks.
         tracing.setup("engine", self._settings.home)
+        metrics.setup("engine", self._settings.metrics_listen)
         running = await start_server(app, settings)
         self._info.address, self._info.ready = self._settings.reachable(running.address), True
         self._events.info("ready", self._info)
@@ -122,6 +123,7 @@ class Worker:
         await self._ended.wait()
         await running.stop()
         tracing.flush()
+        metrics.shutdown()
 
     async def _watch(self, core: EngineCore) -> None:
         # vLLM offers no event for it; its flag is cheap to read.

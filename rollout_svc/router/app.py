@@ -22,7 +22,7 @@ from rollout_svc.router.fleet import Fleet
 from rollout_svc.router.roster import RosterWatch
 from rollout_svc.router.setups import Setups
 from rollout_svc.settings import RouterSettings
-from services.runtime import tracing
+from services.runtime import metrics, tracing
 from services.runtime.errors import InvalidInput, NotReady
 from services.runtime.ids import bind_ids
 from services.runtime.logs import get_logger
@@ -102,7 +102,14 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
             span.set_attribute("engine", engine.id)
         self._turns += 1
         self._tokens += len(response.sampled_ids) // 4
+        self._measure(engine.id, len(response.sampled_ids) // 4)
         return response
+
+    def _measure(self, engine: str, tokens: int) -> None:
+        metrics.rollout_turns.add(1, {"engine": engine})
+        metrics.rollout_tokens.add(tokens, {"engine": engine})
+        metrics.rollout_in_flight.set(self._in_flight())
+        metrics.rollout_waiting.set(self._fleet.waiting)
 
     async def _turn(
         self, request: rollout_pb2.TurnRequest, sample: object, deadline: float
@@ -119,6 +126,7 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
                 return response, engine
             except NotReady as exc:
                 engine.avoid()
+                metrics.rollout_repeats.add(1)
                 self._log.warning("turn is repeated", engine=engine.id, error=str(exc))
                 self._check_run(run)
 

@@ -28,7 +28,7 @@ from services.buffer.store import Store
 from services.buffer.transitions import Transitions
 from services.buffer.upkeep import Upkeep
 from services.buffer.waiting import until
-from services.runtime import tracing
+from services.runtime import metrics, tracing
 from services.runtime.chunks import split
 from services.runtime.errors import Exhausted, InvalidInput
 
@@ -37,6 +37,9 @@ MAX_WAIT_SECONDS = 60.0
 MAX_CLAIM = 1024
 MAX_APPEND_BYTES = 1 << 30
 Result = TypeVar("Result")
+_STATUS: dict[int, dict[str, str]] = {
+    value: {"status": name.removeprefix("APPEND_STATUS_").lower()} for name, value in pb.AppendStatus.items()
+}
 
 
 class Buffer(BufferServicer):
@@ -202,6 +205,7 @@ class Buffer(BufferServicer):
                 _describe(spans, found)
             for at, result in zip(places, found, strict=True):
                 results[at] = result
+                metrics.buffer_appended.add(1, _STATUS[result.status])
             self._ring(run)
         return pb.AppendResponse(results=results)
 

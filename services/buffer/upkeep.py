@@ -14,9 +14,11 @@ from collections.abc import Awaitable, Callable
 from services.buffer import keys
 from services.buffer.admit import Admission
 from services.buffer.reclaim import pause, reclaim_all
+from services.buffer.steps import Steps
 from services.buffer.store import Store
 from services.buffer.transitions import Transitions
 from services.buffer.waiting import Bell
+from services.runtime import metrics
 from services.runtime.errors import HeadraceError
 from services.runtime.logs import get_logger
 from services.runtime.redis_errors import translated
@@ -24,6 +26,10 @@ from services.runtime.redis_errors import translated
 IDLE_SECONDS = 900.0
 RETRY_SECONDS = 0.5
 TAKE_OVER_SECONDS = 2.0
+MEASURE_SECONDS = 2.0
+# A run of which nothing is heard any more keeps its last values.
+RECENT_SECONDS = 10.0
+GROUP_STATES = ("open", "complete", "ready", "leased", "trained", "durable", "dropped")
 
 log = get_logger("buffer")
 
@@ -39,7 +45,8 @@ class RunUpkeep:
         self._do, self._store, self._run = transitions, store, run
         self._admission = Admission(transitions, run, consumer)
         self._used = time.monotonic()
-        loops = (self._admit, self._take_over, self._reclaim)
+        self._steps = Steps(transitions)
+        loops = (self._admit, self._take_over, self._reclaim, self._measure)
         self._tasks = [
             asyncio.create_task(self._repeat(loop), name=f"{run} {loop.__name__}") for loop in loops
         ]
@@ -52,6 +59,10 @@ class RunUpkeep:
     def idle(self) -> bool:
         """Whether the run has not been in use for long."""
         return time.monotonic() - self._used > IDLE_SECONDS
+
+    @property
+    def _recent(self) -> bool:
+        return time.monotonic() - self._used < RECENT_SECONDS
 
     async def close(self) -> None:
         """End loops and waits."""
@@ -95,6 +106,20 @@ class RunUpkeep:
             self.work.ring()
             self.books.ring()
         await asyncio.sleep(pause(int(timeout_ms or 0) / 1000))
+
+    async def _measure(self) -> None:
+        await asyncio.sleep(MEASURE_SECONDS)
+        if not self._recent:
+            return
+        seen = await self._steps.progress(self._run, keys.TRAIN)
+        run = {"run": self._run}
+        for state in GROUP_STATES:
+            metrics.buffer_groups.set(seen.groups_by_state[state], {**run, "state": state})
+        samples = {"queued": seen.samples_queued, "claimed": seen.samples_claimed, "done": seen.samples_done}
+        metrics.record_all(metrics.buffer_samples, samples, "state", **run)
+        metrics.record_all(metrics.buffer_dropped, dict(seen.groups.dropped), "reason", **run)
+        metrics.buffer_redeliveries.set(seen.redeliveries, run)
+        metrics.buffer_duplicates.set(seen.duplicates, run)
 
 
 class Upkeep:

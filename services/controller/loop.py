@@ -29,6 +29,7 @@ from services.controller.recovery import Recovery, TrainerLost
 from services.controller.store import RunStore
 from services.controller.timing import PhaseClock
 from services.controller.validation import Validator
+from services.runtime import metrics as telemetry
 from services.runtime import tracing
 from services.runtime.errors import HeadraceError, NotReady, TimedOut
 from services.runtime.logs import get_logger
@@ -198,11 +199,18 @@ class StepLoop:
             "trained_tokens": answer.trained_tokens,
             "incarnation": self._progress.incarnation,
         }
+        self._measure(step, metrics, seconds)
         await self._store.put_step(self._ctx.run, step, record)
         await self._store.write_journal(self._ctx.run, **self._progress.fields())
         await self._store.update(self._ctx.run, completed_steps=step + 1)
         values = {**metrics, **{f"seconds/{k}": v for k, v in seconds.items()}}
         await self._store.emit(self._ctx.run, "step", step=step + 1, values=values)
+
+    def _measure(self, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
+        """The step for telemetry, under the names of docs/metrics.md."""
+        telemetry.run_step.set(step + 1, {"run": self._ctx.run})
+        telemetry.record_all(telemetry.run_metric, values, "name", run=self._ctx.run)
+        telemetry.record_all(telemetry.run_phase, seconds, "phase", run=self._ctx.run)
 
     async def _after(self, completed: int) -> None:
         """Validation and checkpoint that are due after ``completed`` steps.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import grpc.aio
 
-from services.runtime import auth, logs, tracing
+from services.runtime import auth, logs, metrics, tracing
 from services.runtime.errors import HeadraceError, InvalidInput
 from services.runtime.settings import ServiceSettings
 
@@ -41,6 +41,8 @@ class ServiceApp(ABC):
     """One service: what it registers, and its life."""
 
     name: ClassVar[str]
+    measured_here: ClassVar[bool] = True
+    """Whether this process has the service's metrics (else a child of it has)."""
     _host: ServiceHost | None = None
 
     def attach(self, host: ServiceHost | None) -> None:
@@ -92,6 +94,7 @@ def serve(app: ServiceApp, settings: ServiceSettings) -> int:
     logs.configure(app.name, level=settings.log_level, file=settings.log_file)
     tracing.setup(app.name, settings.home)
     try:
+        metrics.setup(app.name, settings.metrics_listen if app.measured_here else "")
         asyncio.run(_serve(app, settings))
     except HeadraceError as exc:
         logs.get_logger(app.name).error("service failed", error=str(exc))
@@ -99,6 +102,7 @@ def serve(app: ServiceApp, settings: ServiceSettings) -> int:
         return 2 if isinstance(exc, InvalidInput) else 1
     finally:
         tracing.flush()
+        metrics.shutdown()
     return 0
 
 

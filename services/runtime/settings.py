@@ -37,6 +37,8 @@ class ServiceSettings(BaseSettings):
     port_handed_over: bool = False
     """The supervisor holds the port (see :mod:`services.runtime.ports`)."""
     home: Path = Field(default_factory=default_home)
+    metrics_listen: str = ""
+    """HOST:PORT of the Prometheus scrape endpoint; empty for none. Beyond loopback a token is required."""
     log_level: str = "info"
     log_file: Path | None = None
     drain_seconds: float = Field(default=10.0, ge=0, le=3600)
@@ -45,6 +47,11 @@ class ServiceSettings(BaseSettings):
     @classmethod
     def _not_open(cls, value: str) -> str:
         return checked_listen(value)
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _metrics_not_open(cls, value: str) -> str:
+        return checked_listen(value) if value else ""
 
     @field_validator("log_level")
     @classmethod

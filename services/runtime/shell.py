@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import inspect
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ import grpc
 import grpc.aio
 from opentelemetry.trace import SpanKind
 
-from services.runtime import auth, tracing
+from services.runtime import auth, metrics, tracing
 from services.runtime.errors import (
     HeadraceError,
     Internal,
@@ -89,14 +90,24 @@ class Shell(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
     def _around(self, behaviour: Behaviour, method: str) -> Behaviour:
         async def call(request: Any, context: Any) -> Any:
+            began, code = time.perf_counter(), "OK"
             try:
                 with self._entered(method, context):
                     async with asyncio.timeout(_seconds(method, context)):
                         return await behaviour(request, context)
             except grpc.aio.AbortError:
+                code = "ABORTED"
+                raise
+            except asyncio.CancelledError:
+                code = "CANCELLED"
                 raise
             except Exception as exc:  # noqa: BLE001 (every error has a status)
-                await self._abort(exc, method, context)
+                error = self._as_error(exc, method)
+                code = error.code.name
+                await self._abort(error, context)
+            finally:
+                took = time.perf_counter() - began
+                metrics.rpc_seconds.record(took, {"method": method.lstrip("/"), "code": code})
 
         return call
 
@@ -120,8 +131,8 @@ class Shell(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             if not self._in_flight:
                 self.idle.set()
 
-    async def _abort(self, exc: Exception, method: str, context: Any) -> NoReturn:
-        status = to_status(self._as_error(exc, method))
+    async def _abort(self, error: HeadraceError, context: Any) -> NoReturn:
+        status = to_status(error)
         await context.abort(status.code, status.details, status.trailing_metadata)
         raise AssertionError("abort always raises")
 

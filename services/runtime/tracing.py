@@ -2,9 +2,10 @@
 
 Invariants
 - Ids come from ``os.urandom``: seeding ``random`` for reproducibility must not repeat them.
-- Recording never blocks the caller: the queue is bounded, and what does not fit is dropped and counted.
+- Recording never blocks the caller: queues are bounded, and what does not fit is dropped and counted.
 - A span goes to ``runs/RUN/traces/<service>-<pid>.jsonl`` by its attribute ``headrace.run``, without one to
-  ``$HOME/traces``. Until :func:`setup` is called spans still carry context but are written nowhere.
+  ``$HOME/traces``; and to a collector (:mod:`services.runtime.otlp`), by a queue of its own.
+- Until :func:`setup` is called spans still carry context but are written nowhere.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
+from services.runtime import otlp
 from services.runtime.ids import current_ids
+from services.runtime.resource import resource
 from services.runtime.trace_files import JsonlExporter, UrandomIds, read_spans
 
 __all__ = [
@@ -43,6 +45,7 @@ QUEUE_SPANS = 16384
 BATCH_SPANS = 512
 EXPORT_EVERY_MS = 500
 MAX_LINKS = 1 << 17
+DESTINATIONS = ("file", "collector")
 
 
 class _CountingProcessor(BatchSpanProcessor):
@@ -62,11 +65,13 @@ class _State:
         ids: IdGenerator = UrandomIds()
         self.provider = TracerProvider(
             id_generator=ids,
-            resource=Resource({"service.name": service}),
+            resource=resource(service),
             shutdown_on_exit=False,
             # A train step links to every sample that it used; the SDK's default keeps the first 128.
             span_limits=SpanLimits(max_links=MAX_LINKS),
         )
+        self.sent: otlp.CountingExporter | None = None
+        self.collector: _CountingProcessor | None = None
         self.exporter: JsonlExporter | None = None
         self.processor: _CountingProcessor | None = None
         if home is not None:
@@ -75,7 +80,18 @@ class _State:
                 self.exporter, QUEUE_SPANS, EXPORT_EVERY_MS, BATCH_SPANS, export_timeout_millis=5000
             )
             self.provider.add_span_processor(self.processor)
+            self._to_collector()
         self.tracer = self.provider.get_tracer("headrace")
+
+    def _to_collector(self) -> None:
+        """A second, independent queue: a collector that is slow or dead holds up no file."""
+        exporter = otlp.span_exporter()
+        if exporter is not None:
+            self.sent = otlp.CountingExporter(exporter)
+            self.collector = _CountingProcessor(
+                self.sent, QUEUE_SPANS, EXPORT_EVERY_MS, BATCH_SPANS, export_timeout_millis=5000
+            )
+            self.provider.add_span_processor(self.collector)
 
 
 _state = _State("headrace", None)
@@ -144,12 +160,19 @@ def link_from(traceparent: str, **attrs: AttributeValue) -> Link | None:
 
 def flush(timeout: float = 2.0) -> bool:
     """Write what is queued; False when that took longer than ``timeout`` seconds."""
-    processor = _state.processor
-    return processor is None or _bounded(processor.force_flush, timeout)
+    if _state.processor is None:
+        return True
+    # The file's processor comes first; a collector that does not answer costs what is left of the time.
+    return _bounded(_state.provider.force_flush, timeout)
 
 
-def dropped_spans() -> int:
-    """Spans lost so far: the queue was full or a file could not be written. Exact after :func:`flush`."""
+def dropped_spans(destination: str = "file") -> int:
+    """Spans lost so far on their way to ``destination`` ("file" or "collector"): the queue was full, or
+    nobody took them. Exact after :func:`flush`."""
+    if destination == "collector":
+        if _state.collector is None or _state.sent is None:
+            return 0
+        return max(0, _state.collector.ended - _state.sent.exported)
     if _state.processor is None or _state.exporter is None:
         return 0
     return max(0, _state.processor.ended - _state.exporter.written)
