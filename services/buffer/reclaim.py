@@ -22,7 +22,9 @@ async def reclaim_all(store: Store, run: str) -> tuple[int, int]:
     """Take back everything that has expired; returns samples (retried, given up)."""
     retried = dropped = 0
     while True:
-        again, given_up = await store.reclaim(run)
-        retried, dropped = retried + again, dropped + given_up
-        if again + given_up < RECLAIM_BATCH:
+        found = await store.reclaim(run)
+        for each in found:
+            each.trace(run)
+            retried, dropped = retried + each.retried, dropped + (not each.retried)
+        if len(found) < RECLAIM_BATCH:
             return retried, dropped

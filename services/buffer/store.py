@@ -13,6 +13,7 @@ from protos.headrace.v1 import buffer_pb2 as pb
 from protos.headrace.v1 import types_pb2 as types
 from services.buffer import keys, payload
 from services.buffer.columns import Facts
+from services.buffer.expired import Expired
 from services.buffer.transitions import Transitions
 from services.runtime.errors import InvalidInput
 from services.runtime.redis_scripts import Argument
@@ -129,11 +130,11 @@ class Store:
             found.append((failure, _REASONS[failure.outcome]))
         return await self._fail(run, found)
 
-    async def reclaim(self, run: str) -> tuple[int, int]:
-        """Take back claims without a heartbeat; returns samples (retried, given up)."""
+    async def reclaim(self, run: str) -> list[Expired]:
+        """Take back claims without a heartbeat, at most ``RECLAIM_BATCH``."""
         outcome = int(types.OUTCOME_INFRASTRUCTURE_ERROR)
-        reply = await self._do.call(run, "reclaim", outcome, RECLAIM_BATCH)
-        return reply[1], reply[2]
+        found = (await self._do.call(run, "reclaim", outcome, RECLAIM_BATCH))[1]
+        return [Expired.read(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
     async def _append_sound(self, run: str, sound: Sequence[_Checked]) -> list[bytes]:
         if not sound:

@@ -134,7 +134,7 @@ async def test_progress_waits_until_nothing_is_outstanding(replica: Start) -> No
     assert [result.reward for result in closed.results] == [1.0, 1.0]
 
 
-async def test_a_silent_worker_loses_its_claims_to_another(replica: Start) -> None:
+async def test_a_silent_worker_loses_its_claims_to_another(replica: Start, tmp_path: Path) -> None:
     buffer, _ = await replica()
     await buffer.Setup(setup(claim_timeout_s=0.4))
     await buffer.OpenGroups(opened(spec(0, samples=2)))
@@ -144,6 +144,10 @@ async def test_a_silent_worker_loses_its_claims_to_another(replica: Start) -> No
     lost = (await buffer.Heartbeat(_beat("silent", silent))).lost
     assert len(lost) == 2
     assert not (await buffer.Heartbeat(_beat("other", again))).lost
+    tracing.flush()
+    spans = [s for s in tracing.read_spans(tmp_path / "runs" / RUN) if s["name"] == "buffer.reclaim"]
+    told = {(s["trace_id"], s["attributes"]["headrace.attempt"], s["events"][0]["name"]) for s in spans}
+    assert told == {(w.trace.traceparent.split("-")[1], 1, "claim expired") for w in silent}
 
 
 def _beat(worker: str, work: list[pb.Work]) -> pb.HeartbeatRequest:
