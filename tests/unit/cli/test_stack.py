@@ -79,8 +79,8 @@ def test_supervised_runs_render_and_replicas_are_numbered(recipe: Path, tmp_path
     names = {process.name: process for process in stack.layout.members}
     assert {"engine-0", "engine-1", "gym-0", "gym-1", "trainer"} <= set(names)
     assert stack._environment(names["engine-1"])["HEADRACE_ENGINE_BACKEND"] == "render"
-    gyms = stack._environment(names["controller"])["HEADRACE_CONTROLLER_GYM"]
-    assert gyms == ",".join(stack._ports[name].address for name in ("gym-0", "gym-1"))
+    assert stack._environment(names["buffer"])["HEADRACE_BUFFER_STACK"] == stack.layout.name
+    assert "HEADRACE_CONTROLLER_GYM" not in stack._environment(names["controller"])
     stack.kill()
 
 

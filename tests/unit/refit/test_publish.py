@@ -152,7 +152,7 @@ async def test_a_gate_that_does_not_drain_leaves_the_engine_alone(world: World):
     await world.publish(0)
     world.router.in_flight = 3
     with pytest.raises(NotReady, match="3 turns are still in flight"):
-        await world.publish(1, timeout=0.5)
+        await world.publish(1, timeout=3)
     assert "begin 1" not in world.of("e0")
     world.router.in_flight = 0
     await world.publish(1)
