@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import PROMPTS, SAMPLES, Run, World
+from tests.e2e.test_run_traces import by_trace, check_trees, links, roots
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -62,3 +63,12 @@ def test_a_run_ahead_of_training(ahead: tuple[str, Run]) -> None:
     if mode == "in_flight":
         history = {record["step"]: record for record in summary["validation"]["history"]}
         assert set(history) >= {4, 8, STEPS}
+
+
+def test_its_traces_have_no_gap(ahead: tuple[str, Run]) -> None:
+    traces = by_trace(ahead[1].spans())
+    check_trees(traces, PROMPTS * STEPS)
+    linked = links(traces, STEPS)
+    assert set(linked) == {(root["trace_id"], root["span_id"]) for root in roots(traces, "train")}
+    # A dispatch is not tied to the step that trains on it, but to exactly one.
+    assert {len(steps) for steps in linked.values()} == {1}

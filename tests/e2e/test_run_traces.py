@@ -33,10 +33,7 @@ ROOMS = {
 @pytest.fixture(scope="module")
 def traces(grpo_run: Run) -> dict[str, list[Span]]:
     """All spans by trace."""
-    found: dict[str, list[Span]] = defaultdict(list)
-    for span in grpo_run.spans():
-        found[span["trace_id"]].append(span)
-    return found
+    return by_trace(grpo_run.spans())
 
 
 def roots(traces: dict[str, list[Span]], book: str) -> list[Span]:
@@ -57,9 +54,12 @@ def edges(spans: list[Span]) -> dict[str, str | None]:
     return found
 
 
-def test_every_trained_trajectory_is_one_tree(traces: dict[str, list[Span]]) -> None:
+def check_trees(traces: dict[str, list[Span]], groups: int) -> None:
+    """Every trained trajectory is one tree without a gap between services, and no id stands twice."""
     dispatched = roots(traces, "train")
-    assert len(dispatched) == PROMPTS * SAMPLES * STEPS
+    assert len(dispatched) == groups * SAMPLES
+    ids = [(trace, span["span_id"]) for trace, spans in traces.items() for span in spans]
+    assert len(ids) == len(set(ids))
     for root in dispatched:
         spans = traces[root["trace_id"]]
         assert [span["name"] for span in spans if span["parent_id"] is None] == ["dispatch"]
@@ -67,20 +67,39 @@ def test_every_trained_trajectory_is_one_tree(traces: dict[str, list[Span]]) -> 
         assert {name: found.get(name, "absent") for name in TREE} == TREE
         counts = Counter(span["name"] for span in spans)
         assert {counts[name] for name in TREE} == {1}, counts
+        (sample,) = (span for span in spans if span["name"] == "sample")
+        assert sample["attributes"]["headrace.attempt"] == 1
+
+
+def links(traces: dict[str, list[Span]], steps: int) -> dict[tuple[str, str], list[int]]:
+    """The train steps that link to each span."""
+    found = [span for spans in traces.values() for span in spans if span["name"] == "train.step"]
+    assert sorted(span["attributes"]["step"] for span in found) == list(range(steps))
+    linked: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for step in found:
+        for link in step["links"]:
+            linked[link["trace_id"], link["span_id"]].append(step["attributes"]["step"])
+    return linked
+
+
+def by_trace(spans: list[Span]) -> dict[str, list[Span]]:
+    """Spans by trace."""
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[span["trace_id"]].append(span)
+    return found
+
+
+def test_every_trained_trajectory_is_one_tree(traces: dict[str, list[Span]]) -> None:
+    check_trees(traces, PROMPTS * STEPS)
 
 
 def test_each_root_is_linked_from_the_step_that_used_it(traces: dict[str, list[Span]]) -> None:
-    steps = [span for spans in traces.values() for span in spans if span["name"] == "train.step"]
-    assert sorted(span["attributes"]["step"] for span in steps) == list(range(STEPS))
-    linked: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for step in steps:
-        for link in step["links"]:
-            linked[link["trace_id"], link["span_id"]].append(step["attributes"]["step"])
     wanted = {
         (root["trace_id"], root["span_id"]): [root["attributes"]["headrace.step"]]
         for root in roots(traces, "train")
     }
-    assert linked == wanted
+    assert links(traces, STEPS) == wanted
 
 
 def test_spans_name_their_run_group_and_sample_and_follow_each_other(
