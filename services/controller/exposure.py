@@ -1,7 +1,8 @@
 """What the step loop waited for while it waited for samples.
 
 Invariants: seconds come from the router's own count (``busy_s``: at least one turn at an engine) and from the
-timing of the step's samples; a service that does not answer makes the figure smaller, never larger.
+timing of the step's samples. Both are upper bounds of work in the wait: turns of a validation pass beside
+training count, and a sample's time in its environment may lie before the wait.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class StepLoop:
         while self._progress.completed < self._max_steps:
             await self._step(self._progress.completed)
         with self._clock.phase("validation"):
-            await self._validator.finish()
+            await self._validator.conclude(self._progress.completed, self._progress.incarnation)
         await self._put_extra(self._progress.completed)
 
     async def _open_window(self, step: int) -> None:

@@ -79,14 +79,19 @@ class Scheduler:
         else:
             await self._end(run, runs_pb2.RUN_STATUS_CANCELLED, reason or "cancelled")
 
+    def drives(self, run: str) -> bool:
+        """Whether this process has ``run`` in hand at this moment."""
+        return self._active is not None and self._active[0] == run
+
     async def pause(self, run: str) -> None:
         """Hold ``run`` before its next step; a queued one is not taken up."""
         message = await self.store.get(run)
         if message.ended_ns:
             raise Refused(f"{run} has ended", do="Start a new run.")
-        await self.store.update(run, paused=1, status=runs_pb2.RUN_STATUS_PAUSED)
-        if self._active is not None and self._active[0] == run:
+        # The switch first: a run that is just starting looks at it before it says that it runs.
+        if self.drives(run):
             self._switch.pause()
+        await self.store.update(run, paused=1, status=runs_pb2.RUN_STATUS_PAUSED)
         if message.status != runs_pb2.RUN_STATUS_PAUSED:
             await self.store.emit(run, "status", "paused")
 
@@ -95,7 +100,7 @@ class Scheduler:
         message = await self.store.get(run)
         if message.status != runs_pb2.RUN_STATUS_PAUSED:
             return
-        active = self._active is not None and self._active[0] == run
+        active = self.drives(run)
         status = runs_pb2.RUN_STATUS_RUNNING if active else runs_pb2.RUN_STATUS_QUEUED
         await self.store.update(run, paused="", status=status)
         if active:

@@ -78,6 +78,9 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
                 f"Run {run} exists with another recipe", do="Submit without a run id for a new run."
             )
         status = int(known["status"])
+        if status not in TERMINAL and self._scheduler.drives(run):
+            await self._scheduler.resume(run)
+            return await self._store.get(run)
         if status in TERMINAL:
             if status == runs_pb2.RUN_STATUS_COMPLETED:
                 return await self._store.get(run)

@@ -3,7 +3,8 @@
 Invariants: phases are disjoint and measured by the step loop, the one place that waits for everybody; what
 no phase claims is ``idle``. Only active run time counts: a run that is paused, or waits to be resumed, does
 not age. ``generation`` is the part of the loop's wait for samples in which a turn was at an engine, and
-``environment`` what of the rest the step's slowest sample spent in its environment and verifier.
+``environment`` what of the rest the step's slowest sample can have spent in its environment and verifier:
+both are upper bounds, so that what is left over as overhead is a lower one.
 """
 
 from __future__ import annotations

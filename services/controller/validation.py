@@ -27,7 +27,7 @@ log = get_logger("controller")
 
 POLL_S = 5.0
 LEASED_TRIES = 2
-"""Passes beside training that may lose their engines before the loop waits for one."""
+"""Passes beside training that may lose their engines before the pass is due again after a later step."""
 
 
 class Validator:
@@ -87,6 +87,12 @@ class Validator:
             await asyncio.wait((self._beside,))
             self.check()
 
+    async def conclude(self, completed: int, incarnation: int) -> None:
+        """The end of training: wait for the pass beside it, and make up for one that lost its engines."""
+        await self.finish()
+        if self._again:
+            await self.validate(completed, incarnation, last=True)
+
     async def interrupt(self) -> None:
         """End the pass beside training: this life of the loop is over."""
         if self._beside is None:
@@ -110,17 +116,18 @@ class Validator:
 
     async def _pass_beside(self, book: str, completed: int, lease: list[str]) -> None:
         """A pass on leased engines; one that loses them starts again on others, or is due again."""
+        name = book
         try:
             for number in range(LEASED_TRIES):
-                name = f"{book}.{number + 1}" if number else book
                 if number:
+                    name = f"{book}.{number + 1}"
                     lease = await self._lease(name, completed) or []
                 if lease and await self._pass(name, completed, lease):
                     return
                 await self._give_back(name)
             self._again = True
         finally:
-            await self._give_back(book)
+            await self._give_back(name)
 
     async def _pass(self, book: str, completed: int, lease: list[str] | None = None) -> bool:
         """One pass; False when its engines changed under it, and nothing was recorded."""
