@@ -26,7 +26,7 @@ from services.runtime.resource import resource
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 EXPORT_EVERY_MS = 5000
 EXPORT_TIMEOUT_MS = 2000
-SHUTDOWN_SECONDS = 2.0
+SHUTDOWN_SECONDS = 1.0
 
 _meter = metrics.get_meter("headrace")
 
@@ -83,6 +83,7 @@ _meter.create_observable_gauge(
 _lock = threading.Lock()
 _server: MetricsServer | None = None
 _provider: MeterProvider | None = None
+_ended = False
 
 
 def setup(service: str, listen: str = "") -> None:
@@ -120,15 +121,17 @@ def address() -> str:
 
 
 def shutdown(timeout: float = SHUTDOWN_SECONDS) -> None:
-    """Send what is left, bounded; the end of the process."""
+    """Send what is left, bounded; the end of the process. A second call does nothing."""
+    global _ended
+    with _lock:
+        ended, _ended = _ended, True
+    if ended or _provider is None:
+        return
     if _server is not None:
         _server.close()
-    provider = _provider
-    if provider is None:
-        return
     # The exporter may be waiting for a collector that does not answer: it is not waited for.
     thread = threading.Thread(
-        target=provider.shutdown, kwargs={"timeout_millis": timeout * 1000}, daemon=True
+        target=_provider.shutdown, kwargs={"timeout_millis": timeout * 1000}, daemon=True
     )
     try:
         thread.start()

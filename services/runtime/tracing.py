@@ -74,6 +74,8 @@ class _State:
         self.collector: _CountingProcessor | None = None
         self.exporter: JsonlExporter | None = None
         self.processor: _CountingProcessor | None = None
+        self.stalled = False
+        """The last flush was not over in time."""
         if home is not None:
             self.exporter = JsonlExporter(service, home)
             self.processor = _CountingProcessor(
@@ -104,7 +106,7 @@ def setup(service: str, home: Path) -> None:
 
     former, _state = _state, _State(service, home)
     if former.processor is None:
-        atexit.register(flush)
+        atexit.register(_flush_at_exit)
     else:
         _bounded(former.provider.shutdown, 2.0)
 
@@ -163,7 +165,16 @@ def flush(timeout: float = 2.0) -> bool:
     if _state.processor is None:
         return True
     # The file's processor comes first; a collector that does not answer costs what is left of the time.
-    return _bounded(_state.provider.force_flush, timeout)
+    _state.stalled = not _bounded(_state.provider.force_flush, timeout)
+    return not _state.stalled
+
+
+def _flush_at_exit() -> None:
+    """A collector that a service has waited for in vain as it stopped is not waited for again."""
+    if _state.stalled and _state.processor is not None:
+        _bounded(_state.processor.force_flush, 2.0)
+    else:
+        flush()
 
 
 def dropped_spans(destination: str = "file") -> int:

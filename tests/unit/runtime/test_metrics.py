@@ -107,5 +107,5 @@ def test_a_collector_that_never_answers_costs_nothing_but_what_it_does_not_take(
     micros, grown, leaving, lost = (float(part) for part in out.split())
     assert micros < 2000, "recording does not wait"
     assert grown < 60, "MiB: queues are bounded"
-    assert leaving < 8
+    assert leaving < 4, "the service's own end, bounded"
     assert lost > 50_000
