@@ -12,6 +12,7 @@ from services.recipe.errors import BadKeyError
 from services.recipe.root import Recipe
 
 _BATCH = "policy.train_global_batch_size"
+HOTTEST = 2.0
 _TIS = "loss_fn.truncated_importance_sampling"
 
 
@@ -69,6 +70,17 @@ def _lengths(recipe: Recipe) -> Iterator[BadKeyError]:
                 f"{value} is above policy.max_total_sequence_length ({total})",
                 do="Lower the one or raise the other.",
             )
+
+
+def _temperatures(recipe: Recipe) -> Iterator[BadKeyError]:
+    generation = recipe.policy.generation
+    for name in ("temperature", "val_temperature"):
+        value = getattr(generation, name)
+        if value is not None and value > HOTTEST:
+            yield BadKeyError(
+                f"policy.generation.{name}", f"{value:g} is above {HOTTEST:g}, the most that vLLM takes",
+                do="Lower it.",
+            )  # fmt: skip
 
 
 def _asynchronous(recipe: Recipe) -> Iterator[BadKeyError]:
@@ -201,6 +213,6 @@ def _schedule(recipe: Recipe) -> Iterator[BadKeyError]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[BadKeyError]], ...] = (
-    _group_size, _batches, _lengths, _truncated_importance, _asynchronous, _clips, _on_policy, _validation,
-    _names, _engines, _schedule,
+    _group_size, _batches, _lengths, _temperatures, _truncated_importance, _asynchronous, _clips, _on_policy,
+    _validation, _names, _engines, _schedule,
 )  # fmt: skip

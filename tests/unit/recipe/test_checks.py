@@ -30,6 +30,13 @@ from tests.unit.recipe.conftest import ROW, Write
         (["grpo.num_generations_per_prompt=1"], "a group of 1 has no baseline"),
         (["policy.generation.max_new_tokens=65"], "65 is above policy.max_total_sequence_length (64)"),
         (["policy.generation.vllm_cfg.max_model_len=32"], "is below policy.max_total_sequence_length (64)"),
+        (["policy.generation.temperature=4"], "4 is above 2, the most that vLLM takes"),
+        (["grpo.async_grpo.enabled=true"], "trajectories of older weights need a correction"),
+        (
+            ["grpo.async_grpo.in_flight_weight_updates=true"],
+            "nothing is in flight when training is synchronous",
+        ),
+        (["stack.order=ready_first"], "synchronous training opens none"),
         (["policy.generation.temperature=0"], "policy.generation.temperature is 0"),
         (["loss_fn.truncated_importance_sampling_ratio=2"], "a bound without a type has no effect"),
         (["loss_fn.truncated_importance_sampling_type=tis"], "tis needs an upper bound"),
