@@ -90,9 +90,8 @@ class _State:
         exporter = otlp.span_exporter()
         if exporter is not None:
             self.sent = otlp.CountingExporter(exporter)
-            self.collector = _CountingProcessor(
-                self.sent, QUEUE_SPANS, EXPORT_EVERY_MS, BATCH_SPANS, export_timeout_millis=5000
-            )
+            # Sized by OTEL_BSP_*, by default far smaller than the file's: one that nobody empties stays full.
+            self.collector = _CountingProcessor(self.sent)
             self.provider.add_span_processor(self.collector)
 
 
