@@ -272,7 +272,7 @@ class _Elastic:
                     "joined": "2 gym workers, 1 engine"}  # fmt: skip
         train = next(book for book in audit.books if book.book == "train")
         extra = {"without": rates[False], "with": rates[True], "balanced": True,
-                 "trained": train.samples.trained, "trajectories_of_joined_engines": checked, "doubled": 0}  # fmt: skip
+                 "trained": train.samples.trained, "trajectories_of_joined_engines": checked}  # fmt: skip
         value, baseline = statistics.median(rates[True]), statistics.median(rates[False])
         name = "the same run before, between and after"
         return Claim("elastic", value, baseline, "samples/s", name, settings, BAR, extra)

@@ -124,6 +124,8 @@ class Replay:
             self._move(group, event)
         elif event.kind == "lose":
             self._lose(group, event)
+        elif event.kind == "swap":
+            self._swap(group, event)
         elif event.kind == "append":
             self._append(group, event)
         elif event.kind not in _NOTES:
@@ -156,6 +158,12 @@ class Replay:
         if group.state != "open" or group.usable < event.samples:
             self._fault(event, f"group {event.group} lost a sample while it is {group.state}")
         group.lost[event.reason] += event.samples
+
+    def _swap(self, group: Replayed, event: Event) -> None:
+        if group.state not in OPEN or event.reason != str(group.step):
+            text = f"group {event.group} of step {group.step}, {group.state}, moves from step {event.reason}"
+            self._fault(event, text)
+        group.step = event.step
 
     def _append(self, group: Replayed, event: Event) -> None:
         group.appended += event.samples

@@ -18,6 +18,11 @@ from services.runtime.redis_errors import translated
 
 BATCH = 256
 DEAD_LETTERS = 1000
+_ORDER: dict[int, str] = {
+    pb.LEASE_ORDER_UNSPECIFIED: "in_order",
+    pb.LEASE_ORDER_IN_ORDER: "in_order",
+    pb.LEASE_ORDER_READY_FIRST: "ready_first",
+}
 
 
 class Steps:
@@ -32,7 +37,13 @@ class Steps:
             raise InvalidInput("A step needs groups", where="groups")
         step = request.fence.step
         status, *reply = await self._do.call(
-            request.run, "lease", request.fence.epoch, step, request.groups, request.version
+            request.run,
+            "lease",
+            request.fence.epoch,
+            step,
+            request.groups,
+            request.version,
+            _ORDER[request.order],
         )
         if status == b"waiting":
             return pb.LeaseResponse(ready=reply[0], missing=reply[1], open=reply[2])

@@ -1,4 +1,6 @@
--- Lease: the groups of a train step, by ordinal and never by arrival. ARGV: epoch, step, groups, version.
+-- Lease: the groups of a train step, by ordinal and never by arrival. ARGV: epoch, step, groups, version, order.
+-- With the order 'ready_first' stragglers of the step change places with ready groups of later open steps, as many as
+-- are needed and only if that completes the step: every step keeps its number of groups.
 -- The same step again returns the same groups. After a restore those that were trained before come first.
 -- Reply: leased, then {ordinal, ManifestSample or nil for each sample, TraceContext for each sample} | waiting, ready, missing, open
 --        | no_run | fenced, epoch
@@ -46,6 +48,54 @@ if #taken > 0 then
   commit()
   return answer(taken)
 end
+
+-- Groups of later steps that could be trained at this one, lowest step and ordinal first; at most n.
+local function spare(n)
+  local found = {}
+  local last = tonumber(call('HGET', PREFIX .. 'n:train', 'max_step') or '-1')
+  for later = tonumber(step) + 1, last do
+    for _, ordinal in ipairs(call('ZRANGE', PREFIX .. 'step:train:' .. later, 0, -1)) do
+      if #found == n then return found end
+      local group = load('train', ordinal)
+      local v = call('HMGET', group.key, 'minv', 'rs')
+      if group.state == 'ready' and v[2] ~= '1' and not too_old(group, v[1], v[2]) then found[#found + 1] = group end
+    end
+  end
+  return found
+end
+
+local function retarget(group, to)
+  local from = group.step
+  call('ZREM', PREFIX .. 'step:train:' .. from, group.ordinal)
+  call('ZADD', PREFIX .. 'step:train:' .. to, group.ordinal, group.ordinal)
+  call('HSET', group.key, 'step', to)
+  group.step = tonumber(to)
+  emit('swap', 'train', group.ordinal, usable(group), to, tostring(from), ARGV[1])
+end
+
+-- What is complete is judged within moments: only open groups are stragglers.
+local function swap()
+  local late, ready_ones = {}, {}
+  for _, group in ipairs(fresh) do
+    if group.state == 'open' then late[#late + 1] = group
+    elseif group.state == 'ready' then ready_ones[#ready_ones + 1] = group
+    else return end
+  end
+  local others = spare(#late)
+  if #late == 0 or #others < #late then return end
+  for i, group in ipairs(late) do
+    local to = others[i].step
+    retarget(others[i], tonumber(step))
+    retarget(group, to)
+    -- It is sampled at a version of its old step: a restore cannot wait for the new one to be opened again.
+    call('HSET', group.key, 'sw', '1')
+    ready_ones[#ready_ones + 1] = others[i]
+  end
+  table.sort(ready_ones, function(a, b) return tonumber(a.ordinal) < tonumber(b.ordinal) end)
+  fresh = ready_ones
+end
+
+if ARGV[5] == 'ready_first' and live >= wanted and ready < live then swap() end
 local chosen, all_ready = {}, true
 for _, list in ipairs({ restored, fresh }) do
   for _, group in ipairs(list) do

@@ -4,8 +4,9 @@
 -- writes both. Every reply is an array whose first element is 'ok' or the name of a refusal; a refusal writes nothing.
 --
 -- Fields of a group record g:{book}:{ordinal}
---   state n step left lost spec minv ts rs reason     left: samples still to come, lost: given up one by one,
---                                                     ts: step that trained it, rs: restored, not trained again yet
+--   state n step left lost spec minv ts rs reason sw  left: samples still to come, lost: given up one by one,
+--                                                     ts: step that trained it, rs: restored, not trained again yet,
+--                                                     sw: a straggler that has changed places with a ready group
 -- and for each sample i
 --   s<i> q(ueued) c(laimed) d(one) x (lost)   a<i> attempts handed out   e<i> its queue entry, 'w' or 'r' + id
 --   h<i> attempts up to this one are void: a restore has taken them back ('held' says so of the group)

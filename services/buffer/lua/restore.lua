@@ -18,7 +18,8 @@ for _, ordinal in ipairs(call('ZRANGE', PREFIX .. 'step:train:' .. ARGV[2], 0, -
     call('HDEL', group.key, 'ts')
     emit('restore', 'train', ordinal, usable(group), ARGV[2], from, ARGV[1])
   end
-  if group.state == 'open' and undone then hold(group) end
+  -- A straggler that has changed places is not named by its new step: it goes on, and is dropped when it is too old.
+  if group.state == 'open' and undone and call('HGET', group.key, 'sw') ~= '1' then hold(group) end
   if group.state == 'ready' and call('HGET', group.key, 'rs') == '1' then groups = groups + 1 end
 end
 commit()
