@@ -53,7 +53,7 @@ def run(args: Sequence[str]) -> list[Claim]:
 def _parse(args: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="headrace bench elastic", description=SUMMARY)
     parser.add_argument("--concurrency", type=int, default=8, help="samples in flight in one gym worker")
-    parser.add_argument("--latency", type=float, default=0.4, help="seconds that an environment takes")
+    parser.add_argument("--latency", type=float, default=0.6, help="seconds that an environment takes")
     parser.add_argument("--window", type=float, default=12.0, help="seconds of each measurement")
     parser.add_argument("--cycles", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("build/bench-async"), help="model, rows and runs")
@@ -115,7 +115,7 @@ class _Elastic:
             "data": {"train": {"data_path": str(self._folder / "train.jsonl")},
                      "validation": {"data_path": str(self._folder / "validation.jsonl")}},
             "env": {"environments": {"single_turn": {
-                "options": {"path": PLUGIN, "seconds": options.latency, "agent": "single_turn"}}}},
+                "options": {"path": PLUGIN, "seconds": options.latency}}}},
             "checkpointing": {"enabled": False},
         }  # fmt: skip
         path = self._folder / "elastic.yaml"
