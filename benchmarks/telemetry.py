@@ -48,7 +48,7 @@ def run(args: Sequence[str]) -> list[Claim]:
         folder = Path(name)
         path = recipe(folder, options.data, options.model, options.steps, options.seed)
         for number in range(1, options.rounds + 1):
-            for mode in (LIVE, *FAULTS):
+            for mode in _rotated((LIVE, *FAULTS), number):
                 what = f"round {number} of {options.rounds}, collector: {mode}"
                 outcome, got = _measure(mode, path, folder / "home", what)
                 found[mode].append(outcome)
@@ -56,6 +56,12 @@ def run(args: Sequence[str]) -> list[Claim]:
                 say(f"  {_per_hour([outcome]):.0f} steps/hour, {outcome.pss / 2**20:.0f} MiB")
     _check_live(received[LIVE])
     return [claim for mode in FAULTS for claim in _claims(mode, options, found, received)]
+
+
+def _rotated(modes: tuple[str, ...], by: int) -> tuple[str, ...]:
+    """Each round begins with another mode, so that none is always the first or the last."""
+    at = by % len(modes)
+    return modes[at:] + modes[:at]
 
 
 def _parse(args: Sequence[str]) -> argparse.Namespace:

@@ -97,6 +97,8 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
         bind_ids(run=key.run, group=str(key.group), sample=key.sample)
         sample = (key.book, key.group, key.sample)
         deadline = _deadline(context, TURN_SECONDS)
+        # Here too: while no engine answers, turns arrive and none ends.
+        self._measure_load()
         with tracing.span("rollout.turn", turn=request.turn) as span:
             response, engine = await self._turn(request, sample, deadline)
             span.set_attribute("engine", engine.id)
@@ -108,6 +110,9 @@ class Router(ServiceApp, rollout_pb2_grpc.RolloutServicer):
     def _measure(self, engine: str, tokens: int) -> None:
         metrics.rollout_turns.add(1, {"engine": engine})
         metrics.rollout_tokens.add(tokens, {"engine": engine})
+        self._measure_load()
+
+    def _measure_load(self) -> None:
         metrics.rollout_in_flight.set(self._in_flight())
         metrics.rollout_waiting.set(self._fleet.waiting)
 

@@ -64,7 +64,11 @@ def metric_exporter() -> MetricExporter | None:
 
 def _timeout(signal: str) -> float:
     named = _variable(signal, "TIMEOUT")
-    return float(named) if named else TIMEOUT_SECONDS
+    try:
+        return float(named) if named else TIMEOUT_SECONDS
+    except ValueError:
+        logging.getLogger(__name__).warning("OTEL_EXPORTER_OTLP_TIMEOUT is no number: %r", named)
+        return TIMEOUT_SECONDS
 
 
 def _insecure(signal: str) -> bool | None:
