@@ -1,5 +1,7 @@
 """Trajectories on their way to the trainer: payloads and prompts joined again, group by group.
 
+Groups are put together as bytes of a TrajectoryGroup: what lies in Redis whole is copied, not parsed.
+
 Invariants: groups come in the order asked for; what is not there any more is an error that names the group,
 never a shorter answer; no more than ``BATCH`` groups are in memory at once.
 """
@@ -16,12 +18,13 @@ from services.runtime.errors import NotFound, Refused
 from services.runtime.redis_errors import translated
 
 BATCH = 8
+# Of a length-delimited field (wire type 2).
+_TAG = bytes([pb.TrajectoryGroup.TRAJECTORIES_FIELD_NUMBER << 3 | 2])
 
 
-async def fetch(
-    do: Transitions, run: str, book: str, ordinals: Sequence[int]
-) -> AsyncIterator[pb.TrajectoryGroup]:
-    """Yield the finished samples of each group; raises NotFound, and Refused for retired or open ones."""
+async def fetch(do: Transitions, run: str, book: str, ordinals: Sequence[int]) -> AsyncIterator[bytes]:
+    """Yield each group with its finished samples, a serialised TrajectoryGroup; raises NotFound, and Refused
+    for retired or open ones."""
     for start in range(0, len(ordinals), BATCH):
         part = ordinals[start : start + BATCH]
         _, *found = await do.call(run, "finished", book, *part)
@@ -48,11 +51,22 @@ def _finished(ordinal: int, state: str, samples: bytes) -> list[int]:
     return [int(sample) for sample in samples.split()]
 
 
-def _group(ordinal: int, prompt: bytes | None, payloads: Sequence[bytes | None]) -> pb.TrajectoryGroup:
-    group = pb.TrajectoryGroup(group=ordinal)
+def _group(ordinal: int, prompt: bytes | None, payloads: Sequence[bytes | None]) -> bytes:
+    parts: list[bytes | memoryview] = [pb.TrajectoryGroup(group=ordinal).SerializeToString()]
     for stored in payloads:
         if stored is None:
             # Retired between the two reads.
             raise Refused(f"The trajectories of group {ordinal} have been retired", where="buffer, Fetch")
-        group.trajectories.append(payload.unpack(stored, prompt))
-    return group
+        trajectory = payload.serialised(stored, prompt)
+        parts += [_TAG, _varint(len(trajectory)), trajectory]
+    return b"".join(parts)
+
+
+def _varint(value: int) -> bytes:
+    """``value`` as protobuf writes a length."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)

@@ -1,7 +1,8 @@
 """How a trajectory lies in Redis: checked at append, without the prompt that its group stores once.
 
 Invariants: ``unpack(pack(t, prompt), prompt)`` equals ``t``, its columns byte for byte; a prompt is left out
-only where it can be put back exactly, so a sample whose prompt differs from the group's keeps its own.
+only where it can be put back exactly, so a sample whose prompt differs from the group's keeps its own, and
+only where it is worth it: a long answer keeps its short prompt, and is then handed on without being parsed.
 
 Format: 4 bytes, little-endian: prompt tokens left out; then the serialised Trajectory whose required columns
 start behind them (shapes stay those of the whole sequence).
@@ -16,9 +17,19 @@ from protos.headrace.v1 import types_pb2 as types
 from services.buffer.columns import Facts, InvalidTrajectory, check
 from services.runtime.errors import Corrupt
 
-__all__ = ["InvalidTrajectory", "check", "manifest_sample", "pack", "prompt_of", "sample_result", "unpack"]
+__all__ = [
+    "InvalidTrajectory",
+    "check",
+    "manifest_sample",
+    "pack",
+    "prompt_of",
+    "sample_result",
+    "serialised",
+    "unpack",
+]
 
 _HEAD = struct.Struct("<I")
+WORTH = 1 / 8
 # What a required column holds on prompt tokens, by token; ids is the prompt itself.
 _FILL = {"logprobs": b"\0\0\0\0", "versions": b"\xff\xff\xff\xff", "mask": b"\0"}
 
@@ -30,7 +41,7 @@ def prompt_of(trajectory: types.Trajectory, facts: Facts) -> bytes:
 
 def pack(trajectory: types.Trajectory, prompt: bytes) -> bytes:
     """The payload of ``trajectory``, which loses its prompt in the process (it is not usable afterwards)."""
-    if not prompt or not _leads(trajectory, prompt):
+    if not prompt or _is_small(prompt, trajectory) or not _leads(trajectory, prompt):
         return _HEAD.pack(0) + trajectory.SerializeToString()
     for column in trajectory.columns:
         lead = _lead(column.name, prompt)
@@ -54,6 +65,12 @@ def unpack(payload: bytes, prompt: bytes | None) -> types.Trajectory:
         if lead is not None:
             column.data = lead + column.data
     return trajectory
+
+
+def serialised(payload: bytes, prompt: bytes | None) -> bytes | memoryview:
+    """The whole trajectory as it goes over the wire; raises Corrupt as :func:`unpack` does."""
+    (left_out,) = _HEAD.unpack_from(payload)
+    return unpack(payload, prompt).SerializeToString() if left_out else memoryview(payload)[_HEAD.size :]
 
 
 def manifest_sample(trajectory: types.Trajectory, facts: Facts) -> pb.ManifestSample:
@@ -92,6 +109,11 @@ def sample_result(trajectory: types.Trajectory, facts: Facts) -> pb.SampleResult
     if trajectory.HasField("reward"):
         found.reward = trajectory.reward.value
     return found
+
+
+def _is_small(prompt: bytes, trajectory: types.Trajectory) -> bool:
+    """Whether leaving the prompt out would save less than ``WORTH`` of the sequence."""
+    return len(prompt) < WORTH * len(_column(trajectory, "ids").data)
 
 
 def _column(trajectory: types.Trajectory, name: str) -> types.Column:

@@ -144,7 +144,7 @@ class Buffer(BufferServicer):
         await self._do.require(request.run)
         groups = fetch(self._do, request.run, keys.checked_book(request.book), request.groups)
         async for group in groups:
-            parts = list(split(group.SerializeToString()))
+            parts = list(split(group))
             for number, part in enumerate(parts, start=1):
                 yield types.Chunk(data=part, last=number == len(parts))
 

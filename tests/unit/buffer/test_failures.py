@@ -220,7 +220,7 @@ async def test_the_prompt_is_stored_once_and_every_sample_comes_back(world: Worl
         await world.append(t)
     stored = await world.do.redis.get(f"hr:{{{RUN}}}:p:train:0")
     assert stored == np.array(PROMPT, "<i4").tobytes()
-    groups = [g async for g in fetch(world.do, RUN, "train", [0])]
+    groups = [pb.TrajectoryGroup.FromString(g) async for g in fetch(world.do, RUN, "train", [0])]
     assert list(groups[0].trajectories) == kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from protos.headrace.v1 import buffer_pb2 as pb
 from protos.headrace.v1 import types_pb2 as types
 from services.buffer.fetch import fetch
 from tests.unit.buffer.world import RUN, World, spec, trajectory
@@ -26,7 +27,7 @@ async def test_a_group_is_dispatched_claimed_appended_trained_and_durable(world:
     assert (sample.tokens, sample.sampled_tokens, sample.reward, sample.version) == (7, 3, 0.5, 0)
     assert sample.trace.traceparent == spec(3).traces[2].traceparent
     assert (await world.lease(groups=1)).manifest == leased.manifest
-    groups = [g async for g in fetch(world.do, RUN, "train", [3])]
+    groups = [pb.TrajectoryGroup.FromString(g) async for g in fetch(world.do, RUN, "train", [3])]
     assert {t.key.sample: t for t in groups[0].trajectories} == kept
     assert await world.commit() == (1, 4)
     assert await world.commit() == (1, 4)

@@ -97,6 +97,16 @@ def test_a_payload_comes_back_byte_for_byte(prompt: tuple[int, ...]) -> None:
     stored = np.array(prompt, "<i4").tobytes()
     packed = payload.pack(t, stored)
     assert payload.unpack(packed, stored) == before
+    assert types.Trajectory.FromString(bytes(payload.serialised(packed, stored))) == before
+
+
+def test_a_short_prompt_of_a_long_answer_is_kept_and_handed_on_as_it_is() -> None:
+    t = trajectory(WORK, sampled=range(11, 111))
+    whole = t.SerializeToString()
+    prompt = payload.prompt_of(t, payload.check(t))
+    packed = payload.pack(t, prompt)
+    assert bytes(payload.serialised(packed, None)) == whole
+    assert payload.unpack(packed, None).SerializeToString() == whole
 
 
 def test_an_unusual_prompt_fill_is_kept() -> None:

@@ -125,7 +125,7 @@ async def test_restore_brings_later_steps_back_in_order_and_counts_each_once(wor
     for step, groups in ((1, [2, 3]), (2, [4, 5])):
         # They were admitted once: their age is not judged again.
         assert groups_of(await world.lease(step, groups=2, epoch=2, version=9)) == groups
-        fetched = [g async for g in fetch(world.do, RUN, "train", groups)]
+        fetched = [pb.TrajectoryGroup.FromString(g) async for g in fetch(world.do, RUN, "train", groups)]
         assert [len(g.trajectories) for g in fetched] == [4, 4]
         assert await world.commit(step, epoch=2) == (2, 8)
     counts = (await world.steps.progress(RUN, "train")).groups
