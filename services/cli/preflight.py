@@ -22,7 +22,7 @@ from services.runtime.errors import InvalidInput, NotReady
 from services.runtime.home import default_home
 from services.runtime.ports import ReservedPort
 from services.runtime.redis_server import find_server
-from services.runtime.settings import is_loopback, split_address
+from services.runtime.settings import checked_listen, split_address
 
 HOST = "127.0.0.1"
 
@@ -126,9 +126,7 @@ def _wanted(recipe: Recipe, process: Process) -> tuple[str, int]:
         port = None if numbered else getattr(recipe.stack.ports, process.service, None)
         return HOST, port or 0
     try:
-        host, port = split_address(named)
+        host, port = split_address(checked_listen(named))
     except ValueError as exc:
         raise InvalidInput(str(exc), where=key) from exc
-    if not is_loopback(host):
-        raise InvalidInput(f"{host} is not a loopback address", where=key, do="Use 127.0.0.1.")
     return host, port
