@@ -316,8 +316,11 @@ def _check_versions(found: Sequence[Trajectory], engines: set[str], versions: di
     for each in joined:
         for version in each.policy_versions:
             committed = versions.get(version.number)
-            if committed is None or committed > each.timing.ended_ns:
+            after = each.timing.environment_s + each.timing.reward_s
+            if committed is None or committed > each.timing.ended_ns - round(after * 1e9):
                 raise Corrupt(f"{each.engine} answered at version {version.number} before its commit")
+    if not joined:
+        raise Corrupt("The joined engines answered nothing", do="Use a longer --window.")
     return len(joined)
 
 

@@ -102,9 +102,11 @@ async def _make_in_time(bench: Bench, work: buffer_pb2.Work) -> types_pb2.Trajec
     """The trajectory within the run's limit for one attempt; a straggler is its environment's failure."""
     limit = bench.env.sample_timeout_s
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(limit) as clock:
             return await _make(bench, work)
     except TimeoutError as exc:
+        if not clock.expired():
+            raise
         raise SampleError(ENVIRONMENT, f"the sample took longer than {limit:g} s") from exc
 
 

@@ -81,10 +81,12 @@ local function swap()
     elseif group.state == 'ready' then ready_ones[#ready_ones + 1] = group
     else return end
   end
-  local others = spare(#late)
-  if #late == 0 or #others < #late then return end
-  for i, group in ipairs(late) do
-    local to = others[i].step
+  -- A surplus straggler is in nobody's way: it stays.
+  local needed = math.max(0, wanted - ready)
+  local others = spare(needed)
+  if #others < needed then return end
+  for i = 1, needed do
+    local group, to = late[i], others[i].step
     retarget(others[i], tonumber(step))
     retarget(group, to)
     -- It is sampled at a version of its old step: a restore cannot wait for the new one to be opened again.

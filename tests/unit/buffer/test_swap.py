@@ -99,3 +99,17 @@ async def test_a_restore_brings_swapped_groups_back_to_the_step_that_trained_the
     assert taken(answer) == [1, 2]
     assert await world.append(*[trajectory(w, reward=1) for w in late]) == [1, 1], "it was not held back"
     await balanced(world)
+
+
+async def test_a_surplus_straggler_stays_where_it_is(world: World) -> None:
+    await world.setup(max_age=1)
+    await world.open(*(spec(g, samples=2, step=0) for g in range(3)), spec(3, samples=2, step=1))
+    work = await world.claim(64)
+    await world.append(*[trajectory(w, reward=REWARDS[w.key.sample]) for w in work if w.key.group != 2])
+    await world.admit()
+    assert taken(await lease(world, 0)) == [0, 1]
+    await world.commit(0)
+    fence = types.Fence(epoch=1, step=1)
+    request = pb.LeaseRequest(run=RUN, fence=fence, groups=1, version=1)
+    assert taken(await world.steps.lease(request)) == [3], "it was not taken away from its step"
+    await balanced(world)
