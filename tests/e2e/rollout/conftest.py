@@ -129,8 +129,9 @@ class Host:
 class Stack:
     """What the tests talk to."""
 
-    def __init__(self, roster, host, router, model: Path):
+    def __init__(self, roster, host, router, model: Path, roster_address: str):
         self.roster = roster
+        self.roster_address = roster_address
         self.host = host
         self.router = router
         self.model = model
@@ -141,7 +142,11 @@ class Stack:
         return rpc.stub(rollout_pb2_grpc.EngineStub, info.address, name="engine"), info
 
     async def commit(self, number=0):
-        engine, info = await self.engine()
+        _, info = await self.engine()
+        return await self.commit_on(info, number)
+
+    async def commit_on(self, info, number=0):
+        engine = rpc.stub(rollout_pb2_grpc.EngineStub, info.address, name="engine")
         version = types_pb2.PolicyVersion(number=number)
         await engine.CommitVersion(
             rollout_pb2.CommitVersionRequest(run=RUN, generation=1000 * number, version=version)
@@ -206,9 +211,11 @@ async def stack(model_dir, tmp_path_factory):
         await roster.find(lambda info: True, timeout=20)
         stub = rpc.stub(rollout_pb2_grpc.RolloutStub, router.address, name="rollout")
         await stub.Setup(rollout_pb2.RolloutSetupRequest(run=RUN, policy_json=policy(model_dir), seed=1))
-        found = Stack(roster, host, stub, model_dir)
+        found = Stack(roster, host, stub, model_dir, refit.address)
         await found.commit()
         yield found
+        if found.host is not host:
+            found.host.kill()
     finally:
         host.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
