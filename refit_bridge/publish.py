@@ -22,12 +22,13 @@ from refit_bridge import probe
 from refit_bridge.cycle import DRAINED, EngineCycle, Gate, Outcome, ProbeSettings, Target, Way
 from refit_bridge.ledger import COMMITTED, FAILED, STAGED, Committed, Logprobs, VersionLedger
 from refit_bridge.phases import Phases, slowest
-from refit_bridge.plan import TensorSpec, check_same, check_unique, plan_hash
+from refit_bridge.plan import TensorSpec
 from refit_bridge.roster import JOINING, QUARANTINED, SERVING, UPDATING, Member, Roster, eligible
 from refit_bridge.settings import RefitSettings
+from refit_bridge.staged import check_staged, describe, plan_of
 from refit_bridge.versions import BASE, key_of, make, text_of
 from services.runtime import metrics, tracing
-from services.runtime.errors import Corrupt, HeadraceError, NotFound, NotReady, Refused
+from services.runtime.errors import HeadraceError, NotFound, NotReady, Refused
 from services.runtime.logs import bind_ids, get_logger
 
 GONE_CHECK_SECONDS = 0.2
@@ -116,7 +117,7 @@ class Publisher:
         previous = state.committed
         try:
             staged = await self._staged(state, version, step, phases)
-            _describe(record, staged)
+            describe(record, staged)
             await state.ledger.record(state.epoch, record, STAGED)
             expected = _once(lambda: self._ask_trainer(state))
             target = self._target(state, record.version, staged, expected)
@@ -151,7 +152,7 @@ class Publisher:
             )
             with phases.phase("stage"):
                 staged = await self._trainer.StageWeights(request)
-                _check_staged(state, staged, version)
+                check_staged(staged, version, state.plan)
             state.staged[key] = staged
         return state.staged[key]
 
@@ -242,7 +243,7 @@ class Publisher:
         phases: Phases,
     ) -> None:
         expected = await target.expected()
-        plan = state.plan or _plan(target.staged)
+        plan = state.plan or plan_of(target.staged)
         previous = state.committed.record if state.committed is not None else None
         with phases.phase("ledger"):
             record.engines.extend(outcome.to_proto() for outcome in outcomes)
@@ -337,38 +338,6 @@ class Publisher:
             do="Wait until the engines have started.",
             reason="NOT_ENOUGH_ENGINES",
         )
-
-
-def _check_staged(
-    state: RunState, staged: trainer_pb2.StageWeightsResponse, version: types_pb2.PolicyVersion
-) -> None:
-    """The trainer's description must be whole, and of the version and plan that are wanted."""
-    if key_of(staged.version) != key_of(version) or (
-        version.digest and staged.version.digest != version.digest
-    ):
-        raise Refused(
-            f"The trainer staged {text_of(staged.version)}, not {text_of(version)}", where="trainer"
-        )
-    plan = _plan(staged)
-    check_unique(plan, where="trainer")
-    sent = [piece.name for chunk in staged.chunks for piece in chunk.slices]
-    if sorted(sent) != sorted(spec.name for spec in plan) or plan_hash(plan) != staged.plan_hash:
-        raise Corrupt("The staged chunks and the plan do not cover the same tensors", where="trainer")
-    if state.plan:
-        check_same(state.plan, plan, where=text_of(version))
-
-
-def _plan(staged: trainer_pb2.StageWeightsResponse | None) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec.from_proto(spec) for spec in staged.plan) if staged is not None else ()
-
-
-def _describe(record: refit_pb2.VersionRecord, staged: trainer_pb2.StageWeightsResponse | None) -> None:
-    """Put what was staged into the record; the base model has no bytes and no digest."""
-    if staged is None:
-        record.version.CopyFrom(make(BASE))
-        return
-    record.version.CopyFrom(staged.version)
-    record.nbytes, record.plan_hash = staged.nbytes, staged.plan_hash
 
 
 def _fence(state: RunState, step: int) -> types_pb2.Fence:

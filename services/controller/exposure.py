@@ -8,10 +8,10 @@ training count, and a sample's time in its environment may lie before the wait.
 from __future__ import annotations
 
 from protos.headrace.v1 import buffer_pb2, rollout_pb2
+from services.controller.dispatch import TRAIN_BOOK
 from services.controller.peers import Peers
 from services.runtime.errors import HeadraceError
 
-TRAIN_BOOK = "train"
 ASK_S = 5.0
 
 

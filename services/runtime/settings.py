@@ -112,7 +112,10 @@ def checked_listen(address: str) -> str:
 
 def is_wildcard(host: str) -> bool:
     """Whether ``host`` means every interface."""
-    return host in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:
